@@ -5,13 +5,12 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-here = Path(__file__).parent
-config = ConfigParser(delimiters=['='], comment_prefixes=['#'])
-config.read(here/'settings.ini', encoding='utf-8')
-config = config['DEFAULT']
+here = Path(__file__).resolve().parent
+config = ConfigParser(delimiters=['='], comment_prefixes=['#'])  # requirements hold ==, >= and ;
+config.read_string((here/'settings.ini').read_text(encoding='utf-8'))
 
 
-def lines(key): return [o.strip() for o in config.get(key, '').splitlines() if o.strip() and not o.strip().startswith('#')]
+def lines(key): return [o for o in config['DEFAULT'][key].splitlines() if o.strip()]
 
 
 version = re.search(r'^__version__ = "(.+)"$', (here/'fastbench/__init__.py').read_text(encoding='utf-8'), re.M)[1]

@@ -1,0 +1,20 @@
+"What every test file may use: the checkout, and a copy of it without what was built."
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope='session')
+def root(): return ROOT
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    "A copy of the checkout in a path with a space, without .venv, .git and build outputs"
+    dest = tmp_path/'a clone'
+    shutil.copytree(ROOT, dest, ignore=shutil.ignore_patterns(
+        '.*venv*', '.git', '__pycache__', '*.egg-info', 'build', 'dist', '_proc', '_docs', '.pytest_cache', '.hypothesis', 'fastbench-runs', 'models'))
+    return dest

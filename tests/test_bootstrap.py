@@ -1,0 +1,336 @@
+"bootstrap.py without a real installation: every step that would take minutes is replaced by a recorder."
+import ast
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parent.parent/'bootstrap.py'
+posix = pytest.mark.skipif(os.name == 'nt', reason='execv, flock and symlinks are of POSIX')
+
+
+def load(path):
+    "bootstrap.py at `path` as a module of its own"
+    spec = importlib.util.spec_from_file_location('bootstrap', path)
+    mod = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mod)
+    return mod
+
+
+class Boot:
+    "A checkout with a bootstrap whose steps are recorded in `steps`; the step named `fail` raises"
+    def __init__(self, folder, monkeypatch):
+        self.mod, self.steps, self.fail, self.mp = load(folder/'bootstrap.py'), [], {}, monkeypatch
+        self.venv = folder/'.venv'
+        monkeypatch.setattr(self.mod, 'call', self.call)
+
+    def call(self, what, cmd, env=None):
+        self.steps.append((what, cmd))
+        if what in self.fail: raise self.fail.pop(what)
+        if what == 'making .venv': self.python()
+        return ''
+
+    def python(self, target=sys.executable):
+        "What `python -m venv` leaves, as far as bootstrap.py looks at it"
+        bin = self.venv/('Scripts' if os.name == 'nt' else 'bin')
+        bin.mkdir(parents=True, exist_ok=True)
+        (self.venv/'pyvenv.cfg').write_text('home = x\n')
+        if not (bin/'python').is_symlink(): (bin/'python').symlink_to(target)
+
+    def names(self):
+        res, self.steps = [what for what, _ in self.steps], []
+        return res
+
+
+ALL = ['making .venv', 'installing uv', 'installing fastbench', 'checking torch']
+
+
+@pytest.fixture
+def folder(tmp_path):
+    dest = tmp_path/'a folder'
+    (dest/'fastbench').mkdir(parents=True)
+    for name in ['bootstrap.py', 'settings.ini', 'pyproject.toml', 'setup.py', 'constraints.txt', 'fastbench/__init__.py']:
+        shutil.copy(SOURCE.parent/name, dest/name)
+    return dest
+
+
+@pytest.fixture
+def boot(folder, monkeypatch):
+    res = Boot(folder, monkeypatch)
+    # the recorder's python has no pip of the .venv to ask
+    monkeypatch.setattr(res.mod, 'uv_env', lambda: dict(os.environ))
+    return res
+
+
+# What an old Python is told
+
+def test_parses_on_python_2():
+    src = SOURCE.read_bytes()
+    src.decode('ascii')
+    too_new = (ast.JoinedStr, ast.AnnAssign, ast.NamedExpr, ast.Nonlocal, ast.AsyncFunctionDef, ast.Starred, ast.YieldFrom)
+    for node in ast.walk(ast.parse(src)):
+        assert not isinstance(node, too_new), f'line {getattr(node, "lineno", "?")}: {type(node).__name__} does not parse on Python 2.7'
+        if isinstance(node, ast.arguments): assert not node.kwonlyargs and not node.posonlyargs
+        if isinstance(node, ast.FunctionDef): assert node.returns is None and not any(a.annotation for a in node.args.args)
+        if isinstance(node, ast.Raise): assert node.cause is None
+        if isinstance(node, ast.Dict): assert None not in node.keys  # {**d}
+
+
+@pytest.mark.parametrize('version', [(2, 7, 18), (3, 6, 15), (3, 9, 18)])
+def test_old_python_is_one_line(version, tmp_path):
+    code = f'import sys, runpy; sys.version_info = {version}; runpy.run_path({str(SOURCE)!r}, run_name="__main__")'
+    got = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env={**os.environ, 'PATH': str(tmp_path)})
+    assert got.returncode == 4
+    line, = got.stderr.splitlines()
+    assert f'Python {version[0]}.{version[1]} is too old' in line and '3.10 or newer' in line and 'apt install python3' in line
+
+
+@posix
+def test_old_python_names_a_newer_one_on_the_path(boot, tmp_path):
+    for name in ('python3.9', 'python3.11', 'python3.12'):
+        (tmp_path/name).write_text('')
+        (tmp_path/name).chmod(0o755)
+    assert boot.mod.newer_python(str(tmp_path)) == 'python3.12'
+    assert 'python3.12 bootstrap.py' in boot.mod.too_old((3, 9), 'python3.12')
+    assert boot.mod.too_old((3, 10)) is None
+
+
+def test_oldest_python_is_the_one_of_pyproject(boot):
+    oldest = '.'.join(map(str, boot.mod.OLDEST))
+    assert f'requires-python = ">={oldest}"' in (SOURCE.parent/'pyproject.toml').read_text()
+
+
+# Setting up
+
+def test_sets_up_once(boot):
+    boot.mod.setup()
+    uv = dict(boot.steps)['installing fastbench']
+    assert '.[dev]' in uv and 'install' in uv and '--constraint' not in uv
+    assert boot.names() == ALL
+    boot.mod.setup()
+    assert boot.names() == []
+
+
+def test_writes_no_lock_file(boot, folder):
+    boot.mod.setup()
+    assert not any(word in ('sync', 'lock', 'run') for _, cmd in boot.steps for word in cmd)
+    assert {o.name for o in folder.iterdir()} == {'bootstrap.py', 'settings.ini', 'pyproject.toml', 'setup.py', 'constraints.txt', 'fastbench', '.venv'}
+
+
+@pytest.mark.parametrize('name', ['settings.ini', 'pyproject.toml', 'setup.py', 'fastbench/__init__.py'])
+def test_a_changed_input_installs_again_into_the_same_venv(boot, folder, name):
+    boot.mod.setup()
+    boot.names()
+    with open(folder/name, 'a') as f: f.write('\n# changed\n')
+    boot.mod.setup()
+    assert boot.names() == ALL[1:]
+
+
+def test_tested_versions(boot, folder):
+    boot.mod.setup()
+    boot.names()
+    boot.mod.setup(tested=True)
+    assert '--constraint' in dict(boot.steps)['installing fastbench']
+    assert boot.names() == ALL[1:]
+    boot.mod.setup()  # what was tested is also within the bounds
+    assert boot.names() == []
+    (folder/'constraints.txt').write_text('torch==2.6.0\n')
+    boot.mod.setup(tested=True)
+    assert boot.names() == ALL[1:]
+
+
+@pytest.mark.parametrize('step', ALL)
+def test_a_half_made_venv_is_made_anew(boot, step):
+    boot.fail[step] = boot.mod.Failed('power cut')
+    with pytest.raises(boot.mod.Failed): boot.mod.setup()
+    left = boot.venv/'left behind'
+    left.write_text('')
+    boot.names()
+    boot.mod.setup()
+    assert boot.names() == ALL and not left.exists()
+
+
+@pytest.mark.parametrize('make', ['empty', 'no python', 'dangling python', 'file', 'link'])
+def test_a_broken_venv_is_made_anew(boot, tmp_path, make):
+    if make == 'file': boot.venv.write_text('')
+    elif make == 'link': boot.venv.symlink_to(tmp_path/'gone')
+    else: boot.venv.mkdir()
+    if make == 'no python': (boot.venv/'pyvenv.cfg').write_text('')
+    if make == 'dangling python': boot.python(tmp_path/'gone')
+    boot.mod.setup()
+    assert boot.names() == ALL
+
+
+@posix
+def test_a_venv_of_another_python_is_made_anew(boot, tmp_path):
+    fake = tmp_path/'python'
+    fake.write_text('#!/bin/sh\nexit 1\n')
+    fake.chmod(0o755)
+    boot.python(fake)
+    boot.mod.setup()
+    assert boot.names() == ALL
+
+
+def test_a_venv_that_works_is_kept(boot):
+    boot.python()
+    mine = boot.venv/'mine'
+    mine.write_text('')
+    boot.mod.setup()
+    assert mine.exists() and 'making .venv' not in boot.names()
+
+
+def test_a_folder_that_is_no_venv_is_left_alone(boot, capsys):
+    boot.venv.mkdir()
+    (boot.venv/'thesis.tex').write_text('')
+    assert boot.mod.main(['setup']) == 4
+    assert (boot.venv/'thesis.tex').exists() and 'is not a virtual environment' in capsys.readouterr().err
+
+
+@posix
+def test_a_moved_checkout_is_installed_again(boot, folder, tmp_path, monkeypatch):
+    boot.mod.setup()
+    moved = Boot(folder.rename(tmp_path/'elsewhere'), monkeypatch)
+    monkeypatch.setattr(moved.mod, 'uv_env', dict)
+    moved.mod.setup()
+    assert moved.names() == ALL[1:]
+
+
+@posix
+def test_two_at_once_install_once(boot, capsys):
+    waits = threading.Thread(target=boot.mod.setup)
+    with boot.mod.locked():
+        waits.start()
+        while 'waiting for it' not in capsys.readouterr().err: assert waits.is_alive()
+        boot.python()
+        boot.mod.write_stamp(boot.mod.fingerprint())
+    waits.join()
+    assert boot.names() == []
+
+
+# What can be missing
+
+@pytest.mark.parametrize('missing', ['venv', 'ensurepip'])
+def test_missing_module_of_debian(boot, monkeypatch, capsys, missing):
+    def without(name):
+        if name == missing: raise ImportError(name)
+    monkeypatch.setattr(boot.mod, 'import_module', without)
+    assert boot.mod.main(['run']) == 4
+    err, = capsys.readouterr().err.splitlines()
+    assert f"no '{missing}'" in err and 'apt install python3-venv' in err
+    assert not boot.venv.exists()
+
+
+# What the tools printed in each case, word for word where it matters
+OUTPUTS = {
+    'pip, no network': ("Retrying (Retry(total=0)) after connection broken by 'NewConnectionError('<HTTPSConnection>: Failed to establish a new "
+                        "connection: [Errno -3] Temporary failure in name resolution')': /simple/uv/\nERROR: No matching distribution found for uv>=0.5",
+                        ['does not answer', 'HTTPS_PROXY', 'UV_DEFAULT_INDEX']),
+    'uv, no network': ('error: Failed to fetch: `x`\n  Caused by: error sending request for url\n  Caused by: dns error\n'
+                       '  Caused by: failed to lookup address information', ['does not answer', 'HTTPS_PROXY']),
+    'pip, disk full': ('ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device', ['disk is full', 'GB free', 'UV_CACHE_DIR']),
+    'uv, disk full': ('error: Failed to install: torch.whl\n  Caused by: failed to copy file: No space left on device (os error 28)', ['disk is full']),
+    'certificate': ("SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] self-signed certificate in chain'))", ['SSL_CERT_FILE']),
+    'uv, certificate': ('error sending request\n  Caused by: invalid peer certificate: UnknownIssuer', ['SSL_CERT_FILE']),
+    'no build': ('  x No solution found when resolving dependencies:\n  Because torch==2.6.0 has no wheels with a matching Python ABI tag',
+                 ['no set of packages fits', f'Python {sys.version_info[0]}.{sys.version_info[1]}']),
+    'not writable': ('error: failed to create directory `/x/.cache/uv`: Permission denied (os error 13)', ['cannot be written', 'UV_CACHE_DIR']),
+}
+
+
+@pytest.mark.parametrize('case', OUTPUTS)
+def test_cause_is_named(folder, case):
+    text, says = OUTPUTS[case]
+    mod = load(folder/'bootstrap.py')
+    code = f'import sys; sys.stdout.write("a line first\\n"); sys.stderr.write({text!r}); sys.exit(1)'
+    with pytest.raises(mod.Failed) as e: mod.call('installing it', [sys.executable, '-c', code])
+    assert str(e.value).startswith('installing it failed: ')
+    for o in says: assert o in str(e.value)
+
+
+def test_unknown_cause_shows_the_lines(folder, capsys):
+    mod = load(folder/'bootstrap.py')
+    with pytest.raises(mod.Failed, match='exit code 7, see the lines above'):
+        mod.call('it', [sys.executable, '-c', 'print("odd"); raise SystemExit(7)'])
+    assert 'odd' in capsys.readouterr().err
+    with pytest.raises(mod.Failed, match='it failed'): mod.call('it', [str(folder/'gone')])
+
+
+def test_disk_full_outside_a_tool(boot, monkeypatch, capsys):
+    def full(path): raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(boot.mod.os, 'mkdir', full)
+    assert boot.mod.main(['setup']) == 4
+    assert 'disk is full' in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_interrupted(boot, capsys):
+    boot.fail['installing fastbench'] = KeyboardInterrupt()
+    assert boot.mod.main(['run']) == 130
+    assert boot.mod.read_stamp() == 'begun'
+
+
+def test_pair_of_torch_and_torchvision(boot):
+    boot.fail['checking torch'] = boot.mod.Failed('checking torch failed: torch 2.13.0+cpu and torchvision 0.29.2 do not go together')
+    with pytest.raises(boot.mod.Failed, match='UV_FIND_LINKS'): boot.mod.setup()
+    # the symptom of a pair that does not match: torchvision's operators are not there
+    broken = 'import sys, types; t = types.ModuleType("torchvision"); sys.modules["torchvision"] = t\n' + boot.mod.PAIR
+    got = subprocess.run([sys.executable, '-c', broken], capture_output=True, text=True)
+    assert got.returncode == 1 and 'do not go together' in got.stderr and 'Traceback' not in got.stderr
+
+
+def test_pips_mirror_reaches_uv_and_its_find_links_do_not(folder, monkeypatch):
+    mod = load(folder/'bootstrap.py')
+    for o in [k for k in os.environ if k.startswith(('PIP_', 'UV_'))] + ['SSL_CERT_FILE', 'HTTPS_PROXY']: monkeypatch.delenv(o, raising=False)
+    monkeypatch.setattr(mod, 'PYTHON', sys.executable)
+    monkeypatch.setenv('PIP_CONFIG_FILE', os.devnull)
+    assert not [k for k in mod.uv_env() if k.startswith('UV_')]
+    monkeypatch.setenv('PIP_INDEX_URL', 'file:///mirror')
+    monkeypatch.setenv('PIP_FIND_LINKS', 'wheels')
+    monkeypatch.setenv('PIP_CERT', 'ours.pem')
+    env = mod.uv_env()
+    assert env['UV_DEFAULT_INDEX'] == 'file:///mirror' and env['SSL_CERT_FILE'] == 'ours.pem' and 'UV_FIND_LINKS' not in env
+    monkeypatch.setenv('UV_DEFAULT_INDEX', 'file:///mine')
+    monkeypatch.setenv('UV_SYSTEM_PYTHON', '1')
+    env = mod.uv_env()
+    assert env['UV_DEFAULT_INDEX'] == 'file:///mine' and 'UV_SYSTEM_PYTHON' not in env
+
+
+# The commands
+
+@posix
+def test_run_passes_its_arguments_on(boot, monkeypatch):
+    ran = []
+    monkeypatch.setattr(boot.mod.os, 'execv', lambda path, cmd: ran.append((path, cmd)))
+    boot.mod.main(['run', 'photos-xresnet18', '--repeats', '3', '--help'])
+    assert boot.names() == ALL
+    (path, cmd), = ran
+    assert path == boot.mod.PYTHON and cmd[1].endswith('fastbench') and cmd[2:] == ['run', 'photos-xresnet18', '--repeats', '3', '--help']
+
+
+@pytest.mark.parametrize('codes, expect', [((0, 0), 0), ((3, 0), 3), ((0, 5), 5), ((3, 5), 3)])
+def test_test_runs_both_parts(boot, monkeypatch, codes, expect):
+    ran, left = [], list(codes)
+    def fake(cmd, cwd, env): ran.append((cmd, Path(cwd).name)); return left.pop(0)
+    boot.mod.setup()
+    monkeypatch.setattr(boot.mod.subprocess, 'call', fake)
+    assert boot.mod.main(['test', '-k', 'one']) == expect
+    (notebooks, where), (pytests, there) = ran
+    assert notebooks[-2:] == ['--n-workers', '1'] and where == 'nbs'
+    assert pytests[-4:] == ['-m', 'pytest', '-k', 'one'] and there == 'a folder'
+
+
+@pytest.mark.parametrize('args, code', [([], 2), (['rum'], 2), (['setup', 'x'], 2), (['--tested'], 2), (['-h'], 0), (['--help'], 0)])
+def test_usage(boot, capsys, args, code):
+    assert boot.mod.main(args) == code
+    out = capsys.readouterr()
+    assert 'usage:' in (out.err if code else out.out)
+    assert boot.names() == []
+
+
+def test_starts_from_any_folder(tmp_path):
+    got = subprocess.run([sys.executable, str(SOURCE), '--help'], cwd=tmp_path, capture_output=True, text=True)
+    assert got.returncode == 0 and 'python3 bootstrap.py' in got.stdout
