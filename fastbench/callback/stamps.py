@@ -86,6 +86,7 @@ def close(self:Stopwatch):
     self.mark(LAST['after_fit'])
     self._end_epoch()
     self._flush()
+    for o in self.profile.outside['between']: self.profile.add_outside('between', o, 0., 1)
     self._record('fit')
     self.running = False
     if self.device is not None: self.device.drain(wait=True)
