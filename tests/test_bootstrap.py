@@ -155,6 +155,18 @@ def test_a_half_made_venv_is_made_anew(boot, step):
     assert boot.names() == ALL and not left.exists()
 
 
+def test_an_interrupted_upgrade_is_not_taken_for_the_old_state(boot, folder):
+    boot.mod.setup()
+    before = (folder/'settings.ini').read_text()
+    (folder/'settings.ini').write_text(before.replace('pytest>=8', 'pytest>=9'))
+    boot.fail['installing fastbench'] = boot.mod.Failed('power cut')
+    with pytest.raises(boot.mod.Failed): boot.mod.setup()
+    (folder/'settings.ini').write_text(before)
+    boot.names()
+    boot.mod.setup()
+    assert boot.names() == ALL
+
+
 @pytest.mark.parametrize('make', ['empty', 'no python', 'dangling python', 'file', 'link'])
 def test_a_broken_venv_is_made_anew(boot, tmp_path, make):
     if make == 'file': boot.venv.write_text('')

@@ -61,6 +61,8 @@ def test_limits_of_version_1(cgroup):
 
 
 def test_no_limit(cgroup):
+    kw = cgroup('4:memory:/\n', **{'memory/memory.limit_in_bytes': '9223372036854771712'})  # how version 1 says "none"
+    assert e.memory_limit(**kw) is None
     kw = cgroup('0::/gone\n', **{'cpu.max': 'max 100000'})
     assert e.cpu_limit(**kw) is None and e.memory_limit(**kw) is None
     assert e.cpu_limit(root='/nowhere', membership='/nowhere') is None
@@ -87,6 +89,7 @@ def test_commit_and_dirty(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert e.commits()['folder'] == {**got, 'dirty': True}
     # installed below somebody else's checkout: not that checkout's commit
+    (tmp_path/'site-packages').mkdir()
     monkeypatch.setattr(e.fastbench, '__file__', str(tmp_path/'site-packages'/'fastbench'/'__init__.py'))
     assert 'fastbench' not in e.commits()
     monkeypatch.setenv('PATH', str(tmp_path))
