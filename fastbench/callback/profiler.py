@@ -31,7 +31,7 @@ class _Edge(Callback):
 # %% ../../nbs/10_callback.profiler.ipynb #f11a779e
 class Profiler(Callback):
     "Measures where the time of a fit goes; `results` is the table"
-    order,_learn,_edges,_nested,_inner = float('-inf'),None,(),0,False
+    order,_learn,_edges,_nested,_validation = float('-inf'),None,(),None,False
     def __init__(self,
         trace=None, # File for a Chrome/Perfetto trace of a few steps of the first fit
         trace_steps:int=10, # Steps in it
@@ -58,34 +58,55 @@ class Profiler(Callback):
 
     def __call__(self, event_name):
         w = self.watch
+        if self._nested: return self._inside(event_name)
         if event_name == 'before_fit': return self._begin()
-        if not w.running or self._nested: return
+        if not w.running: return
+        if event_name == 'before_validate' and w.last in _inside_event: return self._nest(event_name, 'after_validate')
         w.mark(FIRST[event_name])
         if event_name == 'before_batch' and w.t > self._look: self._sample()
-        elif event_name == 'before_epoch' and self._inner: self._arm()
+        elif event_name == 'before_epoch' and self._validation: self._arm()
 
 # %% ../../nbs/10_callback.profiler.ipynb #625c1ba9
+_inside_event = frozenset(m for o,m in FIRST.items() if o != 'before_epoch')  # a validation is armed in the middle of that one
+
+@patch
+def _nest(self:Profiler, since, until): self._nested = [since, until, 1]
+
+@patch
+def _inside(self:Profiler, event_name):
+    since,until,_ = self._nested
+    if event_name == since: self._nested[2] += 1
+    elif event_name == 'after_fit' and until == 'after_validate':  # the inner validation failed, and its callback went on
+        self._nested = None
+        self(event_name)
+
+@patch
+def _outside(self:Profiler, event_name):
+    if event_name == self._nested[1]: self._nested[2] -= 1
+    if not self._nested[2]: self._nested = None
+
+# %% ../../nbs/10_callback.profiler.ipynb #d19cec85
 def _compiled():
     "Graphs that torch.compile has compiled so far"
     dynamo = sys.modules.get('torch._dynamo.utils')
     return dynamo.counters['stats']['unique_graphs'] if dynamo else 0
 
+def _device_clock(device): return DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if device.type == 'cuda' else None
+
 @patch
 def _begin(self:Profiler):
     w,learn = self.watch,self.learn
     if w.running:
-        if not self._inner:
-            self._nested += 1
-            return
+        if not self._validation: return self._nest('before_fit', 'after_fit')
         self._end()  # a validation that an error in before_fit or before_epoch ended without a word
     device = next((p.device for p in learn.model.parameters()), torch.device('cpu')) if hasattr(learn.model, 'parameters') else torch.device('cpu')
     device = getattr(learn.dls, 'device', None) or device
-    w.device = DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if device.type == 'cuda' else None
+    w.device = _device_clock(device)
     w.watchers = tuple(o for o in (w.device, self._trace) if o is not None)
-    w.compiled,self._nested,self._inner = _compiled,0,learn.lock.locked()
+    w.compiled,self._nested,self._validation = _compiled,None,learn.lock.locked()
     self._memory,self._look = PeakMemory(device).start(),0.
     w.open()
-    if not self._inner: self._arm()
+    if not self._validation: self._arm()
 
 @patch
 def _sample(self:Profiler):
@@ -105,16 +126,15 @@ def _arm(self:Profiler):
     for o in edges: learn.cbs.append(o)
     before = sys.exc_info()[1]
     def remove_cbs(cbs):
-        if sys.exc_info()[1] not in (None, before): self._end(interrupted=True)
+        leaving = sys.exc_info()[1]
+        if leaving is not None and leaving is not before: self._end(interrupted=True)  # `is`: a CancelException equals None
         return type(learn).remove_cbs(learn, cbs)
     learn.remove_cbs = remove_cbs
     self._edges = edges
 
 @patch
 def _last(self:Profiler, event_name):
-    if self._nested:
-        if event_name == 'after_fit': self._nested -= 1
-        return
+    if self._nested: return self._outside(event_name)
     self.watch.mark(LAST[event_name])
     if event_name in ('before_train', 'before_validate'): self._time_loader()
     elif event_name == 'after_fit': self._end()
@@ -134,7 +154,7 @@ def _disarm(self:Profiler):
     vars(learn).pop('remove_cbs', None)
     dl = vars(learn).get('dl')
     if isinstance(dl, TimedLoader): learn.dl = dl.dl
-    self._edges,self._nested = (),0
+    self._edges,self._nested = (),None
 
 @patch
 def _end(self:Profiler, interrupted=False):

@@ -1,0 +1,57 @@
+"The profiler on fastai's own applications: tabular, vision and text, trained, validated and asked for a prediction."
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from fastai.data.transforms import ToTensor
+from fastai.learner import Learner  # noqa: F401
+from fastai.metrics import accuracy
+from fastai.tabular.all import Categorify, CategoryBlock, Normalize, TabularDataLoaders, tabular_learner
+from fastai.text.all import AWD_LSTM, TextDataLoaders, text_classifier_learner
+from fastai.vision.all import DataBlock, ImageBlock, PILImage, RandomSplitter, resnet18, vision_learner
+from sklearn.datasets import load_digits
+
+import fastbench.callback.profiler  # noqa: F401  (adds Learner.profile)
+from test_profiler import adds_up, clean, value
+
+pytestmark = pytest.mark.filterwarnings('ignore')
+
+
+def tabular(path):
+    rng = np.random.default_rng(0)
+    df = pd.DataFrame(dict(a=rng.normal(size=64), b=rng.choice(list('xyz'), 64)))
+    df['y'] = np.where(df.a > 0, 'up', 'down')
+    dls = TabularDataLoaders.from_df(df, path, [Categorify, Normalize], ['b'], ['a'], 'y', bs=8, valid_idx=list(range(16)), num_workers=0)
+    return tabular_learner(dls, layers=[8], metrics=accuracy), df.iloc[0]
+
+
+def vision(path):
+    d = load_digits()
+    images = [np.kron(o, np.ones((4, 4))).astype(np.uint8)*15 for o in d.images[:32]]
+    block = DataBlock((ImageBlock, CategoryBlock), get_x=lambda i: PILImage.create(np.stack([images[i]]*3, -1)), get_y=lambda i: str(d.target[i]),
+                      item_tfms=[ToTensor], splitter=RandomSplitter(.25, seed=0))
+    dls = block.dataloaders(range(32), path=path, bs=8, num_workers=0)
+    return vision_learner(dls, resnet18, pretrained=False, metrics=accuracy), 0
+
+
+def text(path):
+    df = pd.DataFrame(dict(text=['the quick brown fox jumps', 'over the lazy dog again']*16, label=['a', 'b']*16))
+    dls = TextDataLoaders.from_df(df, path, text_col='text', label_col='label', bs=8, seq_len=8, valid_pct=.25, seed=0, num_workers=0)
+    return text_classifier_learner(dls, AWD_LSTM, pretrained=False, metrics=accuracy), 'the quick dog'
+
+
+@pytest.mark.parametrize('make', [tabular, vision, text], ids=lambda f: f.__name__)
+def test_application(make, tmp_path):
+    torch.manual_seed(0)
+    learn, item = make(tmp_path)
+    learn.profile()
+    with learn.no_bar(), learn.no_logging():
+        learn.fine_tune(1)
+        learn.validate()
+        learn.predict(item)
+        n = len(learn.dls.train)
+        r = learn.profiler.results
+        assert value(r, 'train', 'step') == 2*n and value(r, 'valid', 'step') == 3*len(learn.dls.valid) + 1
+        assert value(r, 'fit', 'fit') == 4 and value(r, 'train', 'step', 'samples_per_second') > 0
+    adds_up(r)
+    clean(learn)
