@@ -28,7 +28,7 @@ if __name__ == '__main__' and too_old(sys.version_info):
     sys.stderr.write(too_old(sys.version_info, newer_python()))
     sys.exit(4)
 
-import errno, hashlib, re, shutil, subprocess, time
+import errno, hashlib, re, shutil, signal, subprocess, time
 from importlib import import_module
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -91,11 +91,14 @@ def call(what, cmd, env=None):
     try: proc = subprocess.Popen(cmd, env=env, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as e: raise Failed('%s failed: %s' % (what, cause(str(e)) or e))
     lines = []
-    for line in proc.stdout:
-        line = line.decode('utf-8', 'replace')
-        sys.stderr.write(line)
-        lines = lines[-300:] + [line]
-    if proc.wait() == 0: return ''.join(lines)
+    try:
+        for line in proc.stdout:
+            line = line.decode('utf-8', 'replace')
+            sys.stderr.write(line)
+            lines = lines[-300:] + [line]
+        if proc.wait() == 0: return ''.join(lines)
+    finally:  # interrupted: leave no installer behind that goes on writing
+        if proc.poll() is None: proc.terminate()
     raise Failed('%s failed: %s' % (what, cause(''.join(lines)) or 'exit code %d, see the lines above' % proc.returncode))
 
 
@@ -138,8 +141,9 @@ def clear():
 def make_venv():
     "A new .venv with pip in it"
     for name in ('venv', 'ensurepip'):
-        try: import_module(name)
-        except ImportError:
+        try: found = import_module(name).__file__  # None: a folder that a removed package left behind
+        except ImportError: found = None
+        if not found:
             raise Failed("this Python has no '%s' (Debian and Ubuntu ship it apart). As root: apt install python3-venv, "
                          'and run this again' % name)
     say('making .venv with Python %d.%d.%d' % sys.version_info[:3])
@@ -253,6 +257,7 @@ def main(argv):
         sys.stdout.write(USAGE)
         return 0
     if argv[:1] and argv[0] in COMMANDS and not (argv[0] == 'setup' and argv[1:]):
+        signal.signal(signal.SIGTERM, lambda *args: sys.exit(143))  # by way of the clean-up of what is going on
         try:
             setup(tested)
             return COMMANDS[argv[0]](argv[1:])

@@ -3,9 +3,12 @@ import ast
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
+import types
 from pathlib import Path
 
 import pytest
@@ -119,7 +122,7 @@ def test_sets_up_once(boot):
 def test_writes_no_lock_file(boot, folder):
     boot.mod.setup()
     assert not any(word in ('sync', 'lock', 'run') for _, cmd in boot.steps for word in cmd)
-    assert {o.name for o in folder.iterdir()} == {'bootstrap.py', 'settings.ini', 'pyproject.toml', 'setup.py', 'constraints.txt', 'fastbench', '.venv'}
+    assert {o.name for o in folder.iterdir()} - {'__pycache__'} == {'bootstrap.py', 'settings.ini', 'pyproject.toml', 'setup.py', 'constraints.txt', 'fastbench', '.venv'}
 
 
 @pytest.mark.parametrize('name', ['settings.ini', 'pyproject.toml', 'setup.py', 'fastbench/__init__.py'])
@@ -227,9 +230,12 @@ def test_two_at_once_install_once(boot, capsys):
 # What can be missing
 
 @pytest.mark.parametrize('missing', ['venv', 'ensurepip'])
-def test_missing_module_of_debian(boot, monkeypatch, capsys, missing):
+@pytest.mark.parametrize('left', [False, True], ids=['gone', 'empty folder left'])
+def test_missing_module_of_debian(boot, monkeypatch, capsys, missing, left):
     def without(name):
-        if name == missing: raise ImportError(name)
+        if name != missing: return importlib.import_module(name)
+        if not left: raise ImportError(name)
+        return types.SimpleNamespace(__file__=None)
     monkeypatch.setattr(boot.mod, 'import_module', without)
     assert boot.mod.main(['run']) == 4
     err, = capsys.readouterr().err.splitlines()
@@ -283,6 +289,25 @@ def test_interrupted(boot, capsys):
     boot.fail['installing fastbench'] = KeyboardInterrupt()
     assert boot.mod.main(['run']) == 130
     assert boot.mod.read_stamp() == 'begun'
+
+
+@posix
+@pytest.mark.parametrize('sig, code', [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_installer_too(folder, tmp_path, sig, code):
+    "Only bootstrap.py is told, as by a service manager; what it started must not go on"
+    pid = tmp_path/'pid'
+    slow = f'import os, time; open({str(pid)!r}, "w").write(str(os.getpid())); print("started", flush=True); time.sleep(600)'
+    main = (f'import sys; sys.path.insert(0, {str(folder)!r}); import bootstrap as b\n'
+            f'b.setup = lambda tested: b.call("it", [sys.executable, "-c", {slow!r}])\nsys.exit(b.main(["setup"]))')
+    proc = subprocess.Popen([sys.executable, '-c', main], stderr=subprocess.PIPE, text=True)
+    assert proc.stderr.readline() == 'started\n'
+    proc.send_signal(sig)
+    assert proc.wait(60) == code
+    for _ in range(600):  # until it is gone
+        try: os.kill(int(pid.read_text()), 0)
+        except ProcessLookupError: break
+        time.sleep(.05)
+    else: pytest.fail('the installer went on')
 
 
 def test_pair_of_torch_and_torchvision(boot):
