@@ -65,6 +65,7 @@ def folder(tmp_path):
 @pytest.fixture
 def boot(folder, monkeypatch):
     res = Boot(folder, monkeypatch)
+    monkeypatch.setattr(res.mod.signal, 'signal', lambda *args: None)  # this process is pytest's
     # the recorder's python has no pip of the .venv to ask
     monkeypatch.setattr(res.mod, 'uv_env', lambda: dict(os.environ))
     return res
