@@ -203,3 +203,23 @@ def verdict(table:list # Rows, as `rows` makes them
     else: bound,share = 'compute-bound',min(work, 1.)
     doing,_,tip = _advice[bound].partition(': ')
     return dict(bound=bound, share=share, phase=phase, text=f'{bound}: {share:.0%} of the step is spent {doing}; {tip}')
+
+# %% ../nbs/01_phases.ipynb #6bbda8e6
+def notes(profile:Profile # What was measured
+    )->list: # A line each
+    "What the table cannot say: warm-up, tokens, memory, efficiency, how fits ended"
+    train,peaks,facts,res = profile.steps['train'],profile.peaks,profile.facts,[]
+    warm = sum(stats(log, 'warmup')['calls'] for log in profile.steps.values())
+    if warm: res.append(f'{warm} warm-up step{'s' if warm > 1 else ''} (first batch, compilation): in calls and total, not in mean and std')
+    tokens,step = stats(train, 'tokens')['mean'],stats(train, 'step')['mean']
+    if tokens and step: res.append(f'{tokens/step:,.0f} tokens/s without padding')
+    if peaks:
+        host = max(peaks, key=lambda o: o['host'])
+        text = f"peak memory: host {'' if host['host_exact'] else 'at least '}{host['host']/2**20:,.0f} MiB"
+        if 'device' in host: text += f", device {max(o['device'] for o in peaks)/2**20:,.0f} MiB"
+        res.append(text)
+    if e := facts.get('efficiency'):
+        res.append(f"{e['flops_per_sample']/1e9:.3g} GFLOPs a sample, {e['flops_per_second']/1e9:,.0f} GFLOP/s: {e['share']:.0%} of the "
+                   f"{e['peak']/1e9:,.0f} that this machine multiplies in {e['precision']}")
+    if n := facts.get('interrupted'): res.append(f'{n} fit(s) ended by an error or an interrupt; what was measured until then is here')
+    return res

@@ -19,7 +19,7 @@ from .stamps import DeviceClock, FIRST, LAST, Stopwatch, TimedLoader, UNSCALE, U
 from .trace import Trace
 from ..memory import PeakMemory
 from ..flops import count_flops, matmul_peak
-from ..phases import Profile, rows, stats
+from ..phases import Profile, notes, rows, stats
 from ..table import Table, frame, show as show_table
 
 # %% ../../nbs/10_callback.profiler.ipynb #00b58e5d
@@ -186,24 +186,6 @@ def _efficiency(self):
     return dict(flops_per_sample=flops, flops_per_second=reached, peak=peak, share=reached/peak, precision=precision)
 
 # %% ../../nbs/10_callback.profiler.ipynb #671f4bed
-def _notes(profile):
-    train,peaks,facts,res = profile.steps['train'],profile.peaks,profile.facts,[]
-    warm = sum(stats(log, 'warmup')['calls'] for log in profile.steps.values())
-    if warm: res.append(f'{warm} warm-up steps (first batch, compilation) are in calls and total, and out of mean and std')
-    tokens,step = stats(train, 'tokens')['mean'],stats(train, 'step')['mean']
-    if tokens and step: res.append(f'{tokens/step:,.0f} tokens/s without padding')
-    if peaks:
-        host = max(peaks, key=lambda o: o['host'])
-        text = f"peak memory: host {'' if host['host_exact'] else 'at least '}{host['host']/2**20:,.0f} MiB"
-        if 'device' in host: text += f", device {max(o['device'] for o in peaks)/2**20:,.0f} MiB"
-        res.append(text)
-    if e := facts.get('efficiency'):
-        res.append(f"{e['flops_per_sample']/1e9:.3g} GFLOPs a sample, {e['flops_per_second']/1e9:,.0f} GFLOP/s: {e['share']:.0%} of the "
-                   f"{e['peak']/1e9:,.0f} that this machine multiplies in {e['precision']}")
-    if n := facts.get('interrupted'): res.append(f'{n} fit(s) ended by an error or an interrupt; what was measured until then is here')
-    return res
-
-# %% ../../nbs/10_callback.profiler.ipynb #ad2ae4db
 @patch(as_prop=True)
 def profile(self:Profiler): # A `phases.Profile`
     "The raw measurements"
@@ -217,7 +199,7 @@ def results(self:Profiler): # DataFrame: phase, action, calls, mean, std, total,
 @patch(as_prop=True)
 def table(self:Profiler): # A `Table`
     "`results` to be shown, written or drawn"
-    return Table(rows(self.profile), notes=_notes(self.profile))
+    return Table(rows(self.profile), notes=notes(self.profile))
 
 @patch(as_prop=True)
 def verdict(self:Profiler): # None where no step was measured
