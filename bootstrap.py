@@ -29,6 +29,7 @@ if __name__ == '__main__' and too_old(sys.version_info):
     sys.exit(4)
 
 import errno, hashlib, re, shutil, signal, subprocess, time
+from contextlib import contextmanager
 from importlib import import_module
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -74,7 +75,7 @@ CAUSES = [
      'no set of packages fits Python {python} on this machine ({platform}); the lines above name the one that does not. '
      'Run bootstrap.py with another Python (3.10 to 3.13 are the usual choice), and without --tested if it was given'),
     (r'Permission denied|os error 13\b|Errno 13\b|Read-only file system|os error 30\b|Errno 30\b',
-     'a folder cannot be written; the lines above name it. Set-up writes {venv} and the cache of uv (UV_CACHE_DIR moves that)'),
+     'a file cannot be written (which one, it says beside this or above). Set-up writes {venv} and the cache of uv (UV_CACHE_DIR moves that)'),
 ]
 
 
@@ -86,10 +87,15 @@ def cause(output):
             return text.format(free=free, venv=VENV, python='%d.%d' % sys.version_info[:2], platform=sys.platform)
 
 
+def explain(error):
+    "An OSError with its likely cause"
+    return '%s (%s)' % (cause(str(error)), error) if cause(str(error)) else str(error)
+
+
 def call(what, cmd, env=None):
     "Run `cmd`, passing on its lines as they come; `Failed` with the likely cause if it fails"
-    try: proc = subprocess.Popen(cmd, env=env, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    except OSError as e: raise Failed('%s failed: %s' % (what, cause(str(e)) or e))
+    try: proc = subprocess.Popen(cmd, env=env, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=HELD)
+    except OSError as e: raise Failed('%s failed: %s' % (what, explain(e)))
     lines = []
     try:
         for line in proc.stdout:
@@ -187,17 +193,23 @@ def install(tested=False):
         raise Failed('%s. Is UV_FIND_LINKS, UV_INDEX or a uv.toml offering another torch? Unset it, remove %s, and run this again' % (e, VENV))
 
 
+HELD = []  # the lock, passed on to what `call` starts: if this process is killed, an installer that goes on still holds it
+
+
+@contextmanager
 def locked():
     "Hold a lock while setting up, so that two at once do not write one .venv. No file is left: the script itself is locked"
-    f = open(os.path.join(HERE, 'bootstrap.py'))
-    try: import fcntl
-    except ImportError: return f
-    try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        if e.errno not in (errno.EWOULDBLOCK, errno.EACCES): return f  # a file system without locks
-        say('another set-up is running here, waiting for it')
-        fcntl.flock(f, fcntl.LOCK_EX)
-    return f
+    with open(os.path.join(HERE, 'bootstrap.py')) as f:
+        try: import fcntl
+        except ImportError: fcntl = None  # Windows
+        try: fcntl and fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            if e.errno in (errno.EWOULDBLOCK, errno.EACCES):  # anything else: a file system without locks
+                say('another set-up is running here, waiting for it')
+                fcntl.flock(f, fcntl.LOCK_EX)
+        HELD[:] = [f.fileno()] if fcntl else []
+        try: yield
+        finally: HELD[:] = []
 
 
 def is_ready(tested=False):
@@ -262,7 +274,7 @@ def main(argv):
             setup(tested)
             return COMMANDS[argv[0]](argv[1:])
         except Failed as e: say(e)
-        except OSError as e: say('%s failed: %s' % (argv[0], cause(str(e)) or e))
+        except OSError as e: say('%s failed: %s' % (argv[0], explain(e)))
         except KeyboardInterrupt:
             say('interrupted')
             return 130

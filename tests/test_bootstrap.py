@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+try: import fcntl
+except ImportError: fcntl = None
+
 SOURCE = Path(__file__).resolve().parent.parent/'bootstrap.py'
 posix = pytest.mark.skipif(os.name == 'nt', reason='execv, flock and symlinks are of POSIX')
 
@@ -283,7 +286,8 @@ def test_disk_full_outside_a_tool(boot, monkeypatch, capsys):
     def full(path): raise OSError(28, 'No space left on device')
     monkeypatch.setattr(boot.mod.os, 'mkdir', full)
     assert boot.mod.main(['setup']) == 4
-    assert 'disk is full' in capsys.readouterr().err.splitlines()[-1]
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert 'disk is full' in last and '[Errno 28]' in last
 
 
 def test_interrupted(boot, capsys):
@@ -309,6 +313,22 @@ def test_a_signal_ends_the_installer_too(folder, tmp_path, sig, code):
         except ProcessLookupError: break
         time.sleep(.05)
     else: pytest.fail('the installer went on')
+
+
+@posix
+def test_an_installer_that_outlives_us_keeps_the_lock(folder, tmp_path):
+    "kill -9 of bootstrap.py alone: the next set-up waits for the installer that still writes into .venv"
+    slow = 'print("started", flush=True); import sys; sys.stdin.read()'
+    main = (f'import sys; sys.path.insert(0, {str(folder)!r}); import bootstrap as b\n'
+            f'with b.locked(): b.call("it", [sys.executable, "-c", {slow!r}])')
+    proc = subprocess.Popen([sys.executable, '-c', main], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert proc.stderr.readline() == 'started\n'
+    proc.kill()
+    proc.wait()
+    with open(folder/'bootstrap.py') as f:
+        with pytest.raises(BlockingIOError): fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        proc.stdin.close()  # the installer ends
+        fcntl.flock(f, fcntl.LOCK_EX)
 
 
 def test_pair_of_torch_and_torchvision(boot):
