@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRAIN', 'VALID', 'BETWEEN', 'LEAVES', 'FIT', 'Log', 'stats', 'values', 'Profile', 'step_columns', 'to_dict',
-           'from_dict', 'rows', 'verdict']
+           'from_dict', 'rows', 'verdict', 'notes']
 
 # %% ../nbs/01_phases.ipynb #3aee1b13
 from array import array
@@ -210,7 +210,7 @@ def notes(profile:Profile # What was measured
     "What the table cannot say: warm-up, tokens, memory, efficiency, how fits ended"
     train,peaks,facts,res = profile.steps['train'],profile.peaks,profile.facts,[]
     warm = sum(stats(log, 'warmup')['calls'] for log in profile.steps.values())
-    if warm: res.append(f'{warm} warm-up step{'s' if warm > 1 else ''} (first batch, compilation): in calls and total, not in mean and std')
+    if warm: res.append(f"{warm} warm-up step{'s' if warm > 1 else ''} (first batch, compilation): in calls and total, not in mean and std")
     tokens,step = stats(train, 'tokens')['mean'],stats(train, 'step')['mean']
     if tokens and step: res.append(f'{tokens/step:,.0f} tokens/s without padding')
     if peaks:
