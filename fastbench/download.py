@@ -84,18 +84,22 @@ def build_folder(dest, # The folder to make; one that exists is taken as complet
 # %% ../nbs/29_download.ipynb #1d625814
 def file_hash(path, # File to read
               kind='sha256', # A name that `hashlib` knows
+              limit=None, # Only the first so many bytes
     )->str: # Hexadecimal digest
     "The hash of a file's content"
-    h = hashlib.new(kind, usedforsecurity=False) if kind == 'md5' else hashlib.new(kind)
+    h = hashlib.new(kind, usedforsecurity=False)
     with open(path, 'rb') as f:
-        while b := f.read(1<<20): h.update(b)
+        if limit: h.update(f.read(limit))
+        else:
+            while b := f.read(1<<20): h.update(b)
     return h.hexdigest()
 
-def mismatch(path, size=None, md5=None, sha256=None)->str: # '' when the file is as it should be
+def mismatch(path, size=None, md5=None, sha256=None, md5_start=None)->str: # '' when the file is as it should be
     "What is wrong with the file at `path`, in words"
     if size is not None and (n := os.path.getsize(path)) != size: return f'it has {n:,} bytes instead of {size:,}'
-    for kind,want in dict(md5=md5, sha256=sha256).items():
-        if want and (got := file_hash(path, kind)) != want.lower(): return f'its {kind} is {got} instead of {want.lower()}'
+    for kind,want,limit in ('md5', md5, None), ('sha256', sha256, None), ('md5', md5_start, 1<<20):
+        if want and (got := file_hash(path, kind, limit)) != want.lower():
+            return f'its {kind}{" of the first megabyte" if limit else ""} is {got} instead of {want.lower()}'
     return ''
 
 # %% ../nbs/29_download.ipynb #138f32a3
@@ -129,6 +133,7 @@ def fetch(url:str, # `https:`, `http:` or `file:` address
           sha256=None, # Expected hash, hexadecimal
           md5=None, # Expected hash, hexadecimal, where its publisher gives no better one
           size=None, # Expected size in bytes
+          md5_start=None, # Expected md5 of the first megabyte, which is all that fastai publishes
           offline=False, # Never open a socket
           timeout=10., # Seconds without an answer, or without a byte, after which to give up
           hint='', # What would work instead: closes the error's line
@@ -137,7 +142,7 @@ def fetch(url:str, # `https:`, `http:` or `file:` address
     "Download `url` to `dest`, checked; a right file that is already there is kept"
     from urllib.parse import urlsplit
     from urllib.request import Request, urlopen
-    dest,parts,check = Path(dest), urlsplit(url), dict(size=size, md5=md5, sha256=sha256)
+    dest,parts,check = Path(dest), urlsplit(url), dict(size=size, md5=md5, sha256=sha256, md5_start=md5_start)
     end = f'. {hint}' if hint else ''
     def fail(why): return DataUnavailable(f'cannot get {dest.name} from {url}: {why}{end}')
     if parts.scheme not in ('https', 'http', 'file'): raise fail(f'{parts.scheme!r} is no address that can be fetched')
