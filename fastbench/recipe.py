@@ -23,7 +23,7 @@ def unknown(kind:str, # What the name should have been: `'recipe'`, `'field'`
     )->str: # One line: the name, the likely one meant, all others
     "The sentence for a `name` that does not exist"
     near = get_close_matches(str(name), known, n=1)
-    return f"unknown {kind} {name!r}{f'; did you mean {near[0]!r}?' if near else ''} Known: {', '.join(known)}"
+    return f"unknown {kind} {name!r}{f'; did you mean {near[0]!r}?' if near else '.'} Known: {', '.join(known)}"
 
 # %% ../nbs/00_recipe.ipynb #6772596c
 def _check(ok, v):
@@ -89,6 +89,7 @@ def but(recipe:Recipe, # Where to start
     names = [o.name for o in fields(Recipe)]
     for k in changes:
         if k not in names: raise UserError(unknown('field', k, names))
+    if changes.get('data') == 'auto' and not recipe.data.startswith('auto'): changes['data'] = f'auto:{recipe.data}'  # what it stands in for
     return replace(recipe, **changes)
 
 # %% ../nbs/00_recipe.ipynb #fc950f33
