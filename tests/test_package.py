@@ -166,6 +166,15 @@ def test_every_module_has_its_notebook():
     assert {o for o in there if Path(o).name not in BY_HAND} == written
 
 
+@pytest.mark.parametrize('path', sorted([*ROOT.glob('*.py'), *(ROOT/'fastbench').rglob('*.py'), *(ROOT/'tests').glob('*.py')]), ids=lambda o: str(o.relative_to(ROOT)))
+def test_parses_on_the_oldest_python(path):
+    src = path.read_text(encoding='utf-8')
+    ast.parse(src, feature_version=(3, 10))  # does not see f-strings that only 3.12 can read
+    newer = {'tomllib', 'asyncio.taskgroups', 'wsgiref.types'}
+    for node in ast.parse(src).body:  # at the top, not behind a try
+        if isinstance(node, ast.Import): assert not newer & {o.name for o in node.names}
+
+
 # Rooms
 
 def rooms():
