@@ -69,8 +69,8 @@ class Recipe:
     workers: int|None = _f(_maybe(_whole(0)), 'loader processes; None: min(8, cpus)', default=None)
     prefetch: int = _f(_whole(1), 'batches fetched ahead by each worker', default=2)
     sample: float = _f(_real(0, 1, above=True), 'share of the data used', default=1.)
-    min_scale: float = _f(_real(0, 1, above=True), 'smallest area of a random crop, as a share of the image', default=.35)
-    flip: float = _f(_real(0, 1), 'probability of a horizontal flip', default=.5)
+    min_scale: float|None = _f(_maybe(_real(0, 1, above=True)), 'smallest area of a random crop, as a share; None: as suits the data', default=None)
+    flip: float|None = _f(_maybe(_real(0, 1)), 'probability of a horizontal flip; None: as suits the data', default=None)
     seed: int = _f(_whole(0), 'seed of split, shuffle, augmentation and weights', default=42)
     batches: int|None = _f(_maybe(_whole(1)), 'training batches of an epoch; None: all', default=None)
 
@@ -146,7 +146,7 @@ register(Recipe('digits-xresnet18', "scikit-learn's scanned digits: real, tiny, 
 register(Recipe('photos-xresnet18', 'JPEGs cut from two photographs, shapes drawn over them: decoding costs what it costs',
     data='photos', size=96, bs=64, epochs=3, act='mish'))
 
-_imagenette = dict(data='imagenette', bs=64, epochs=4, lr=3e-3, precision='fp16')
+_imagenette = dict(data='imagenette', bs=64, epochs=4, lr=3e-3, min_scale=.35, flip=.5, precision='fp16')
 register(Recipe('imagenette-xse_resnet50', 'XSE-ResNet50 at 224 px', arch='xse_resnet50', size=224, **_imagenette),
     [('SageMaker T4', 'fp16', 556.4), ('SageMaker T4', 'fp32', 1265), ('Colab Pro P100', 'fp16', 689.1), ('Colab Pro P100', 'fp32', 663.4),
      ('Colab Pro high-RAM P100', 'fp16', 673.5), ('Colab Pro high-RAM P100', 'fp32', 645.7), ('Colab Pro high-RAM T4', 'fp16', 559.8),

@@ -1,0 +1,89 @@
+"""What the profiler costs on a plain fastai Learner.
+
+    python benchmarks/profiler_overhead.py
+
+One process, fits with and without the profiler in turn, in random order within a pair. The cost of a batch is the difference of a pair's wall
+clocks over its batches; of these the median counts. Bars: 50 us a batch on the host, 1% of a 10 ms step.
+"""
+import argparse
+import random
+import sys
+import warnings
+from statistics import median, quantiles
+from time import perf_counter
+
+warnings.filterwarnings('ignore')
+
+import torch
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
+from torch import nn
+
+import fastbench.callback.profiler  # noqa: F401  (adds Learner.profile)
+
+
+class Net(nn.Module):
+    "A linear layer in a step of at least `seconds`"
+    def __init__(self, seconds=0.):
+        super().__init__()
+        self.lin, self.seconds = nn.Linear(64, 10), seconds
+
+    def forward(self, x):
+        end = perf_counter() + self.seconds
+        while perf_counter() < end: pass
+        return self.lin(x)
+
+
+def learner(n, seconds):
+    b = (torch.randn(64, 64), torch.randint(10, (64,)))
+    learn = Learner(DataLoaders([b]*n, [b]), Net(seconds), loss_func=nn.CrossEntropyLoss())
+    learn.remove_cb(learn.progress)
+    learn.logger = lambda *_: None
+    return learn
+
+
+def fit(learn, profiled):
+    if profiled: learn.profile()
+    t = perf_counter()
+    learn.fit(1)
+    t = perf_counter() - t
+    if profiled: learn.remove_cb(learn.profiler)
+    return t
+
+
+def pairs(n, seconds, k):
+    "k pairs of seconds: (without, with)"
+    learn = learner(n, seconds)
+    for o in (False, True): fit(learn, o)
+    res = []
+    for _ in range(k):
+        order = random.sample((False, True), 2)
+        t = {o: fit(learn, o) for o in order}
+        res.append((t[False], t[True]))
+    return res
+
+
+def report(name, xs, bar, unit):
+    lo, _, hi = quantiles(xs, n=4)
+    ok = median(xs) <= bar
+    print(f'{name}: median {median(xs):.2f} {unit}, quartiles {lo:.2f} to {hi:.2f}, bar {bar} {unit}: {"reached" if ok else "MISSED"}')
+    return ok
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--pairs', type=int, default=20)
+    parser.add_argument('--batches', type=int, default=500)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    random.seed(0)
+    short = pairs(args.batches, 0., args.pairs)
+    print(f'a batch without the profiler: {1e6*median(a for a, _ in short)/args.batches:.0f} us')
+    ok = report('cost of a batch', [1e6*(b-a)/args.batches for a, b in short], 50, 'us')
+    ok &= report('share of a 10 ms step', [100*(b/a-1) for a, b in pairs(100, .01, max(5, args.pairs//4))], 1, '%')
+    one = pairs(1, 0., args.pairs)
+    print(f'cost of a fit of one batch: median {1e3*median(b-a for a, b in one):.2f} ms')
+    sys.exit(0 if ok else 1)
+
+
+if __name__ == '__main__': main()
