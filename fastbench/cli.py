@@ -19,7 +19,7 @@ from .recipe import UserError, but, expand, published, recipes, suites
 from .store import FOLDER, find, load, runs
 
 # %% ../nbs/50_cli.ipynb #2be75ac8
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=dict(help_option_names=['-h', '--help']),
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=dict(help_option_names=['-h', '--help']),
                   help='Where does training time go? Run reproducible benchmarks and keep what they show.')
 
 def _names(incomplete:str): return [o for o in (*suites(), *recipes()) if o.startswith(incomplete)]
@@ -90,7 +90,7 @@ class Precision(str, Enum):
 
 @app.command()
 def run(
-    names:Annotated[Optional[list[str]], typer.Argument(metavar='[RECIPE|SUITE]...', help='What to run; `quick` if nothing is named.',
+    names:Annotated[Optional[list[str]], typer.Argument(metavar='RECIPE|SUITE', help='What to run; `quick` if nothing is named.',
                                                         autocompletion=_names, show_default=False)]=None,
     repeats:Annotated[int, typer.Option(min=1, help='Runs of each recipe, each in a fresh process, with seeds one apart.')]=1,
     precision:Annotated[Optional[Precision], typer.Option(help='Precision instead of the recipe\'s.')]=None,
@@ -109,26 +109,33 @@ def run(
     changes = dict(precision=precision and precision.value, bs=batch_size, epochs=epochs, batches=batches, data=data, workers=workers, seed=seed)
     changes = {k: v for k,v in changes.items() if v is not None}
     todo = [but(o, **changes) for o in expand(names or ['quick'])]
-    paths = _run_all(todo, repeats, out, device=device, offline=offline)
+    paths,code = _run_all(todo, repeats, out, device=device, offline=offline)
     kept = [(load(o), o) for o in paths]
     if as_json: print(json.dumps([_full(*o) for o in kept], indent=1))
     else: _report(kept, repeats)
-    if any(o.status != 'ok' for o,_ in kept): raise typer.Exit(4)
+    raise typer.Exit(4 if any(o.status != 'ok' for o,_ in kept) else code)
 
 # %% ../nbs/50_cli.ipynb #82fe0ceb
+def _complain(e):
+    "One line for a mistake; the exit code that goes with it"
+    from fastbench.download import DataUnavailable
+    print(f'fastbench: {e}', file=sys.stderr)
+    return 4 if isinstance(e, DataUnavailable) else 2
+
 def _run_all(todo, repeats, out, **options):
     from fastbench.launch import Interrupted, launch
-    paths = []
+    paths,code = [],0
     for i in range(repeats):
         for r in todo:
             title = r.name + (f' {i+1}/{repeats}' if repeats > 1 else '')
             try:
                 with _progress(title) as tell: paths.append(launch(r, out, tell, repeat=i, **options))
+            except UserError as e: code = max(code, _complain(e))
             except Interrupted as e:
                 kept = [o for o in (*paths, e.path) if o]
                 print('interrupted; ' + (f'kept: {", ".join(kept)}' if kept else 'nothing was measured yet'), file=sys.stderr)
                 raise typer.Exit(128 + e.signum) from None
-    return paths
+    return paths,code
 
 def _report(kept, repeats):
     for n,(r,path) in enumerate(kept):
@@ -180,11 +187,8 @@ def show(name:Annotated[str, typer.Argument(metavar='RUN', help="A Run's file, i
 # %% ../nbs/50_cli.ipynb #0d1517ec
 def main():
     "The `fastbench` command"
-    from fastbench.download import DataUnavailable
     try: app(prog_name='fastbench')
-    except UserError as e:
-        print(f'fastbench: {e}', file=sys.stderr)
-        sys.exit(4 if isinstance(e, DataUnavailable) else 2)
+    except UserError as e: sys.exit(_complain(e))
     except BrokenPipeError:  # `fastbench list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
