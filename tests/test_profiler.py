@@ -56,7 +56,7 @@ def clean(learn):
     "Only the callback itself is left: no wrapped loader, no hook, no patched attribute"
     assert not isinstance(getattr(learn, 'dl', None), TimedLoader)
     assert 'remove_cbs' not in vars(learn)
-    assert not any(type(cb).__name__ == '_Edge' for cb in learn.cbs)
+    assert not any(type(cb).__name__ in ('_Last', '_Unscaling') for cb in learn.cbs)
     assert sum(isinstance(cb, Profiler) for cb in learn.cbs) == 1
     for dl in learn.dls.loaders: assert '_index_sampler' not in vars(getattr(dl, 'fake_l', object.__new__(Net)))
     for m in learn.model.modules(): assert not m._forward_hooks and not m._forward_pre_hooks and not m._backward_hooks
@@ -403,7 +403,7 @@ def test_removed_in_the_middle_of_a_fit():
     learn.add_cb(on(after_batch=lambda: learn.remove_cb(prof) if learn.iter == 3 else None))
     learn.fit(1)
     assert not hasattr(learn, 'profiler') and 'remove_cbs' not in vars(learn)
-    assert not any(type(cb).__name__ == '_Edge' for cb in learn.cbs)
+    assert not any(type(cb).__name__ in ('_Last', '_Unscaling') for cb in learn.cbs)
     assert value(prof.results, 'train', 'step') == 4
 
 

@@ -23,10 +23,21 @@ from ..phases import Profile, notes, rows, stats
 from ..table import Table, frame, show as show_table
 
 # %% ../../nbs/10_callback.profiler.ipynb #00b58e5d
-class _Edge(Callback):
-    "Passes events on to `f`; on the Learner only during a fit"
-    def __init__(self, learn, order, f): self.order,self.learn,self._f = order,learn,f
-    def __call__(self, event_name): self._f(event_name)
+class _Last(Callback):
+    "Comes last at every event; on the Learner only during a fit"
+    order = float('inf')
+    def __init__(self, profiler): self._profiler,self._mark,self.learn = profiler,profiler.watch.mark,profiler.learn
+    def __call__(self, event_name):
+        if self._profiler._nested: return self._profiler._outside(event_name)
+        self._mark(LAST[event_name])
+        if event_name in ('before_train', 'before_validate'): self._profiler._time_loader()
+        elif event_name == 'after_fit': self._profiler._end()
+
+class _Unscaling(Callback):
+    "Marks one edge of a mixed-precision callback's `before_step`; on the Learner only during a fit"
+    def __init__(self, profiler, order, mark): self._profiler,self.order,self._m,self.learn = profiler,order,mark,profiler.learn
+    def __call__(self, event_name):
+        if event_name == 'before_step' and not self._profiler._nested: self._profiler.watch.mark(self._m)
 
 # %% ../../nbs/10_callback.profiler.ipynb #f11a779e
 class Profiler(Callback):
@@ -117,12 +128,10 @@ def _sample(self:Profiler):
 # %% ../../nbs/10_callback.profiler.ipynb #04c20457
 @patch
 def _arm(self:Profiler):
-    learn,w = self.learn,self.watch
+    learn = self.learn
     amp = next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
-    edges = [_Edge(learn, float('inf'), self._last)]
-    if amp is not None:
-        edges += [_Edge(learn, amp.order + d, lambda e, m=m: w.mark(m) if e == 'before_step' and not self._nested else None)
-                  for d,m in ((-1e-6, UNSCALE), (1e-6, UNSCALED))]
+    edges = [_Last(self)]
+    if amp is not None: edges += [_Unscaling(self, amp.order - 1e-6, UNSCALE), _Unscaling(self, amp.order + 1e-6, UNSCALED)]
     for o in edges: learn.cbs.append(o)
     before = sys.exc_info()[1]
     def remove_cbs(cbs):
@@ -131,13 +140,6 @@ def _arm(self:Profiler):
         return type(learn).remove_cbs(learn, cbs)
     learn.remove_cbs = remove_cbs
     self._edges = edges
-
-@patch
-def _last(self:Profiler, event_name):
-    if self._nested: return self._outside(event_name)
-    self.watch.mark(LAST[event_name])
-    if event_name in ('before_train', 'before_validate'): self._time_loader()
-    elif event_name == 'after_fit': self._end()
 
 @patch
 def _time_loader(self:Profiler):
