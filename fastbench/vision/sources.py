@@ -113,7 +113,7 @@ shapes = dict(
 # %% ../../nbs/30_vision.sources.ipynb #f85367b7
 def _colour(kind, rng):
     import colorsys
-    hue = list(shapes).index(kind)*.3 + (rng.random()-.5)*.12
+    hue = list(shapes).index(kind)*.3 + (rng.random()-.5)*.1
     return tuple(int(255*o) for o in colorsys.hsv_to_rgb(hue%1, .45+.55*rng.random(), .35+.65*rng.random()))
 
 def _stamp(im, kind, cx, cy, width, rng):
