@@ -230,7 +230,8 @@ def unpack(archive, # A `.tar`, `.tar.gz`, `.tgz` or `.zip` file, known by its c
     archive,dest = Path(archive), Path(dest)
     def fill(tmp):
         try: _extract(archive, tmp)
-        except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, NotADirectoryError, IsADirectoryError) as e: bad = e
+        except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, FileExistsError, NotADirectoryError,
+                IsADirectoryError) as e: bad = e
         except OSError as e:
             if e.errno is not None: raise # disk, permissions: not the archive's fault (gzip's BadGzipFile has no errno)
             bad = e
