@@ -30,8 +30,10 @@ class _Last(Callback):
     def __call__(self, event_name):
         if self._profiler._nested: return self._profiler._outside(event_name)
         self._mark(LAST[event_name])
-        if event_name in ('before_train', 'before_validate'): self._profiler._time_loader()
+        if event_name in _loops: self._profiler._time_loader()
         elif event_name == 'after_fit': self._profiler._end()
+
+_loops = frozenset(('before_train', 'before_validate'))
 
 class _Unscaling(Callback):
     "Marks one edge of a mixed-precision callback's `before_step`; on the Learner only during a fit"
@@ -42,7 +44,7 @@ class _Unscaling(Callback):
 # %% ../../nbs/10_callback.profiler.ipynb #f11a779e
 class Profiler(Callback):
     "Measures where the time of a fit goes; `results` is the table"
-    order,_learn,_edges,_nested,_validation = float('-inf'),None,(),None,False
+    order,_learn,_edges,_nested,_live,_validation = float('-inf'),None,(),None,False,False
     def __init__(self,
         trace=None, # File for a Chrome/Perfetto trace of a few steps of the first fit
         trace_steps:int=10, # Steps in it
@@ -68,33 +70,38 @@ class Profiler(Callback):
         self._learn = v
 
     def __call__(self, event_name):
+        if self._live and event_name not in _rare: self.watch.mark(FIRST[event_name])
+        else: self._rarely(event_name)
+
+    def _rarely(self, event_name):
         w = self.watch
         if self._nested: return self._inside(event_name)
         if event_name == 'before_fit': return self._begin()
         if not w.running: return
         if event_name == 'before_validate' and w.last in _inside_event: return self._nest(event_name, 'after_validate')
         w.mark(FIRST[event_name])
-        if event_name == 'before_batch' and w.t > self._look: self._sample()
-        elif event_name == 'before_epoch' and self._validation: self._arm()
+        if event_name == 'before_epoch' and self._validation: self._arm()
+
+_rare = frozenset(('before_fit', 'before_epoch', 'before_validate'))
 
 # %% ../../nbs/10_callback.profiler.ipynb #625c1ba9
 _inside_event = frozenset(m for o,m in FIRST.items() if o != 'before_epoch')  # a validation is armed in the middle of that one
 
 @patch
-def _nest(self:Profiler, since, until): self._nested = [since, until, 1]
+def _nest(self:Profiler, since, until): self._nested,self._live = [since, until, 1],False
 
 @patch
 def _inside(self:Profiler, event_name):
     since,until,_ = self._nested
     if event_name == since: self._nested[2] += 1
     elif event_name == 'after_fit' and until == 'after_validate':  # the inner validation failed, and its callback went on
-        self._nested = None
+        self._nested,self._live = None,True
         self(event_name)
 
 @patch
 def _outside(self:Profiler, event_name):
     if event_name == self._nested[1]: self._nested[2] -= 1
-    if not self._nested[2]: self._nested = None
+    if not self._nested[2]: self._nested,self._live = None,True
 
 # %% ../../nbs/10_callback.profiler.ipynb #d19cec85
 def _compiled():
@@ -115,15 +122,15 @@ def _begin(self:Profiler):
     w.device = _device_clock(device)
     w.watchers = tuple(o for o in (w.device, self._trace) if o is not None)
     w.compiled,self._nested,self._validation = _compiled,None,learn.lock.locked()
-    self._memory,self._look = PeakMemory(device).start(),0.
+    self._memory,w.looking,w.look = PeakMemory(device).start(),self._sample,0.
     w.open()
+    self._live = True
     if not self._validation: self._arm()
 
 @patch
 def _sample(self:Profiler):
     self._memory.sample()
-    self._look = self.watch.t + 1
-    if self._batch is None and self.learn.training: self._batch = (self.learn.xb, self.learn.yb) if self._options['flops'] else ()
+    self.watch.look = self.watch.t + 1
 
 # %% ../../nbs/10_callback.profiler.ipynb #04c20457
 @patch
@@ -145,7 +152,10 @@ def _arm(self:Profiler):
 def _time_loader(self:Profiler):
     learn,dl = self.learn,self.learn.dl
     def began(): learn.dl = dl
-    learn.dl = TimedLoader(dl, self.watch, began)
+    learn.dl = TimedLoader(dl, self.watch, began, self._keep if self._options['flops'] and learn.training else None)
+
+@patch
+def _keep(self:Profiler, b): self._batch = b
 
 # %% ../../nbs/10_callback.profiler.ipynb #23598908
 @patch
@@ -156,7 +166,7 @@ def _disarm(self:Profiler):
     vars(learn).pop('remove_cbs', None)
     dl = vars(learn).get('dl')
     if isinstance(dl, TimedLoader): learn.dl = dl.dl
-    self._edges,self._nested = (),None
+    self._edges,self._nested,self._live = (),None,False
 
 @patch
 def _end(self:Profiler, interrupted=False):
@@ -180,7 +190,9 @@ def _precision(learn):
 def _efficiency(self):
     learn,step = self.learn,stats(self.watch.profile.steps['train'], 'step')
     if not self._batch or not step['mean']: return None
-    xb,yb = self._batch
+    b = learn._set_device(self._batch)
+    n = getattr(learn.dls, 'n_inp', 1 if len(b) == 1 else len(b)-1)
+    xb,yb = b[:n],b[n:]
     samples = stats(self.watch.profile.steps['train'], 'samples')['mean']
     precision,device = _precision(learn),next(learn.model.parameters()).device
     flops = count_flops(learn.model, learn.loss_func, xb, yb)/len(yb[0] if yb else xb[0])

@@ -10,12 +10,13 @@ __all__ = ['EVENTS', 'FIRST', 'LAST', 'ITER', 'DRAW', 'STARTED', 'DRAWN', 'END',
 # %% ../../nbs/08_callback.stamps.ipynb #efd9512c
 import multiprocessing
 from collections.abc import Mapping
+from math import inf
 from time import perf_counter
 
 from fastai.callback.core import event
 from fastai.data.load import DataLoader
 from fastcore.basics import patch
-from ..phases import LEAVES, Profile
+from ..phases import HEAD, LEAVES, Profile
 
 # %% ../../nbs/08_callback.stamps.ipynb #91223fcc
 EVENTS = [o for o in vars(event) if o.startswith(('before_', 'after_'))]
@@ -35,7 +36,7 @@ def _action(mark, phase):
     if phase == 'valid' and a == 'forward': a = 'predict'
     return a if a in LEAVES[phase] else 'unattributed'
 
-_COLUMN = {p: [LEAVES[p].index(_action(m, p)) for m in range(N_MARKS)] for p in LEAVES}
+_COLUMN = {p: [len(HEAD) + LEAVES[p].index(_action(m, p)) for m in range(N_MARKS)] for p in LEAVES}
 
 # %% ../../nbs/08_callback.stamps.ipynb #9bb95054
 class Stopwatch:
@@ -46,6 +47,7 @@ class Stopwatch:
     ):
         self.profile,self.clock,self.running = profile or Profile(),clock,False
         self.watchers,self.device,self.compiled = (),None,lambda: 0
+        self.look,self.looking = inf,None  # called at the first step after `look`
         self.turns = [None]*N_MARKS
         def on(f, *marks):
             for m in marks: self.turns[m] = f
@@ -64,7 +66,8 @@ class Stopwatch:
         t,last = self.clock(),self.last
         self.row[self.column[last]] += t - self.t
         self.t,self.last = t,m
-        for w in self.watchers: w(self, last, m)
+        if self.watchers:
+            for w in self.watchers: w(self, last, m)
         turn = self.turns[m]
         if turn is not None: turn()
 
@@ -95,12 +98,12 @@ def close(self:Stopwatch):
 @patch
 def _enter(self:Stopwatch, phase):
     self.phase,self.column = phase,_COLUMN[phase]
-    self.row = [0.]*len(LEAVES[phase])
+    self.row = [0.]*(len(HEAD)+len(LEAVES[phase]))
 
 @patch
 def _flush(self:Stopwatch):
     "Keep the row outside of the steps"
-    for action,x in zip(LEAVES[self.phase], self.row):
+    for action,x in zip(LEAVES[self.phase], self.row[len(HEAD):]):
         if x: self.profile.add_outside(self.phase, action, x)
     self.row = [0.]*len(self.row)
 
@@ -143,7 +146,8 @@ def _end_epoch(self:Stopwatch):
 @patch
 def _begin_step(self:Stopwatch):
     self._end_step()
-    self.in_step,self.done,self.samples,self.tokens = True,False,0,0
+    self.in_step,self.done,self.samples,self.tokens,self.began = True,False,0,0,self.t
+    if self.t > self.look: self.looking()
 
 @patch
 def _complete(self:Stopwatch): self.done = True
@@ -154,21 +158,17 @@ def _end_step(self:Stopwatch):
         self.in_step = False
         if self.device is not None: self.device.drop_step()
         return self._flush()
-    graphs = self.compiled()
-    warm = self.phase in self.cold or graphs != self.graphs
-    self.cold.discard(self.phase)
+    row,graphs = self.row,self.compiled()
+    row[0] = float(self.phase in self.cold or graphs != self.graphs)
+    row[1],row[2],row[3] = float(self.samples),self.tokens,self.t - self.began
     self.graphs,self.in_step = graphs,False
-    row,edges = self.row[:-2],self.row[-2:]
-    self._keep_step([float(warm), float(self.samples), 0., sum(row)] + row, self.tokens)
-    self.row = [0.]*len(self.row)
-    for action,x in zip(('start', 'stop'), edges):
-        if x: self.profile.add_outside(self.phase, action, x)
-
-@patch
-def _keep_step(self:Stopwatch, row, tokens):
-    if self.device is not None: return self.device.close_step(self.profile, self.phase, row, tokens)
-    row[2] = float(tokens)
-    self.profile.steps[self.phase].add(row)
+    if row[0]: self.cold.discard(self.phase)
+    if row[-2]:  # starting workers took place inside the first draw, and is no part of the step
+        self.profile.add_outside(self.phase, 'start', row[-2])
+        row[3],row[-2] = row[3] - row[-2],0.
+    self.row = [0.]*len(row)
+    if self.device is None: self.profile.steps[self.phase].add(row)
+    else: self.device.close_step(self.profile, self.phase, row)
 
 # %% ../../nbs/08_callback.stamps.ipynb #267eab42
 class ManualClock:
@@ -202,7 +202,8 @@ class TimedLoader:
     def __init__(self, dl, # Any iterable of batches with a length
                  watch:Stopwatch, # Gets the marks
                  began=None, # Called without arguments once the loop has begun
-        ): self.dl,self.watch,self.began = dl,watch,began or (lambda: None)
+                 first=None, # Called with the first batch
+        ): self.dl,self.watch,self.began,self.first = dl,watch,began or (lambda: None),first
 
     def __len__(self):
         try: return len(self.dl)
@@ -228,6 +229,7 @@ class TimedLoader:
                     return
                 watch.mark(DRAWN)
                 watch.samples,watch.tokens = batch_size(b)
+                if self.first is not None and get is first_batch: self.first(b)
                 yield b
                 get = _next_batch
         finally: watch.mark(END if watch.last == END else CLOSE)
@@ -261,7 +263,7 @@ def first_batch(it, # Iterator over `dl`
 
 # %% ../../nbs/08_callback.stamps.ipynb #fd415ccf
 DEVICE_ACTIONS = ('to_device', 'forward', 'predict', 'loss', 'backward', 'opt_step', 'zero_grad')
-_ON_DEVICE = {p: [LEAVES[p][c] in DEVICE_ACTIONS for c in _COLUMN[p]] for p in LEAVES}
+_ON_DEVICE = {p: [LEAVES[p][c-len(HEAD)] in DEVICE_ACTIONS for c in _COLUMN[p]] for p in LEAVES}
 
 class DeviceClock:
     "Events in the device's queue, read when the device has passed them"
@@ -276,9 +278,9 @@ class DeviceClock:
         e.record()
         self.step.append((e, watch.column[m] if on[m] else None))
 
-    def close_step(self, profile, phase, row, tokens):
+    def close_step(self, profile, phase, row):
         "The host has finished a step: keep its row until the device has, too"
-        self.waiting.append((profile, phase, row, tokens, self.step))
+        self.waiting.append((profile, phase, row, self.step))
         self.step = []
         self.drain()
 
@@ -291,18 +293,18 @@ class DeviceClock:
         ):
         "Read the steps that the device has finished"
         while self.waiting:
-            profile,phase,row,tokens,events = self.waiting[0]
+            profile,phase,row,events = self.waiting[0]
             if events and wait: events[-1][0].synchronize()
             if events and not events[-1][0].query(): break
             self.waiting.pop(0)
-            row[2] = float(tokens)
+            row[2] = float(row[2])  # a count that was on its way has arrived
             profile.steps[phase].add(row)
             if events: profile.device[phase].add(self._read(row, events))
 
     def _read(self, row, events):
         res = row[:3] + [0.]*(len(row)-3)
         for (a,c),(b,_) in zip(events, events[1:]):
-            if c is not None: res[4+c] += a.elapsed_time(b)/1e3
+            if c is not None: res[c] += a.elapsed_time(b)/1e3
         res[3] = events[0][0].elapsed_time(events[-1][0])/1e3
         self.pool.extend(e for e,_ in events)
         return res

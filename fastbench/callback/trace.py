@@ -13,7 +13,8 @@ import torch
 from fastcore.basics import patch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from .stamps import DRAW, LEAVES, Stopwatch
+from .stamps import DRAW, Stopwatch
+from ..phases import HEAD, LEAVES
 from ..recipe import UserError
 
 # %% ../../nbs/09_callback.trace.ipynb #bb4ae20d
@@ -40,7 +41,7 @@ class Trace:
         if m == DRAW:
             self._close(self.step_range)
             self.step_range = self._open(f'{watch.phase} step {self.seen-1}')
-        self.range = self._open(LEAVES[watch.phase][watch.column[m]])
+        self.range = self._open(LEAVES[watch.phase][watch.column[m] - len(HEAD)])
 
     def _open(self, name):
         r = record_function(name)
@@ -85,5 +86,5 @@ def write(self:Trace):
 def skip(self:Stopwatch):
     "What passed since the last mark was ours, not the loop's"
     t = self.clock()
-    self.row[LEAVES[self.phase].index('unattributed')] += t - self.t
+    self.row[len(HEAD) + LEAVES[self.phase].index('unattributed')] += t - self.t
     self.t = t
