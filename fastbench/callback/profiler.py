@@ -15,6 +15,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.learner import Learner
 from fastcore.basics import patch
 
+from .ending import forget, when_cut
 from .stamps import DeviceClock, FIRST, LAST, Stopwatch, TimedLoader, UNSCALE, UNSCALED
 from .trace import Trace
 from ..memory import PeakMemory
@@ -140,12 +141,7 @@ def _arm(self:Profiler):
     edges = [_Last(self)]
     if amp is not None: edges += [_Unscaling(self, amp.order - 1e-6, UNSCALE), _Unscaling(self, amp.order + 1e-6, UNSCALED)]
     for o in edges: learn.cbs.append(o)
-    before = sys.exc_info()[1]
-    def remove_cbs(cbs):
-        leaving = sys.exc_info()[1]
-        if leaving is not None and leaving is not before: self._end(interrupted=True)  # `is`: a CancelException equals None
-        return type(learn).remove_cbs(learn, cbs)
-    learn.remove_cbs = remove_cbs
+    when_cut(learn, self._cut)
     self._edges = edges
 
 @patch
@@ -163,10 +159,13 @@ def _disarm(self:Profiler):
     learn = self.learn
     for o in self._edges:
         if o in learn.cbs: learn.cbs.remove(o)
-    vars(learn).pop('remove_cbs', None)
+    forget(learn, self._cut)
     dl = vars(learn).get('dl')
     if isinstance(dl, TimedLoader): learn.dl = dl.dl
     self._edges,self._nested,self._live = (),None,False
+
+@patch
+def _cut(self:Profiler): self._end(interrupted=True)
 
 @patch
 def _end(self:Profiler, interrupted=False):
