@@ -163,6 +163,7 @@ def test_a_folder_put_there_by_hand_serves(home, name, classes, parts, deep):
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         got = load_source('auto:'+name, offline=True)
+    assert all(got.classes[o.y] == o.x.parent.name for o in got.train+got.valid)
     assert got.info['name'] == name and got.info['fallback'] is None and len(got.classes) == len(classes) == len(got.train) == len(got.valid)
 
 
@@ -297,6 +298,10 @@ def test_prefetch_reaches_pytorch(small_photos):
 def test_sample_is_stratified_and_seeded(sample):
     a,b = (vision_dls('digits', sample=sample, bs=8, device='cpu') for _ in range(2))
     assert abs(a.info['n_train']-1438*sample) < 6 and abs(a.info['n_valid']-359*sample) < 6 and len(a.vocab) == 10
+    full = load_source('digits')
+    for dl,items in (a.train, full.train), (a.valid, full.valid):
+        have,of = (np.bincount([o.y for o in it], minlength=10) for it in (dl.dataset.items, items))
+        assert (abs(have-of*sample) <= .5).all()
     assert next(iter(a.train))[0].equal(next(iter(b.train))[0])
 
 

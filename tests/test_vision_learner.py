@@ -267,7 +267,7 @@ def test_a_file_under_the_second_name_is_found(monkeypatch):
         asked.append(url.rsplit('/', 1)[1])
         if len(asked) == 1: raise EntryNotFoundError('404')
     monkeypatch.setattr(huggingface_hub, 'get_hf_file_metadata', look)
-    vl._look_up(timm.get_pretrained_cfg('resnet18'), False)
+    vl._look_up('timm/resnet18.a1_in1k', ['model.safetensors', 'pytorch_model.bin'], False)
     assert asked == ['model.safetensors', 'pytorch_model.bin']
 
 
@@ -285,6 +285,28 @@ def test_cached_weights_are_used_frozen_and_normalised_for(dls, monkeypatch, tmp
     assert learn.model.conv1.weight.allclose(src.conv1.weight.sum(1, keepdim=True), atol=1e-5) # one channel instead of three
     assert norm_of(dls.train) == [round((.485+.456+.406)/3, 3)]
     assert not learn.model.layer1[0].conv1.weight.requires_grad and learn.model.fc.weight.requires_grad and learn.opt.frozen_idx == 1
+
+
+def test_a_hub_model_unreachable_or_cached(monkeypatch, tmp_path, dls):
+    import huggingface_hub, json
+    from safetensors.torch import save_file
+    asked = []
+    def look(url, **kwargs): asked.append(url); raise OSError('Name or service not known')
+    monkeypatch.setattr(huggingface_hub, 'get_hf_file_metadata', look)
+    monkeypatch.setattr(huggingface_hub, 'try_to_load_from_cache', lambda *a, **k: None)
+    for pretrained in True, False:
+        with pytest.raises(DataUnavailable) as e: timm_learner(dls, 'hf-hub:someone/model', pretrained=pretrained)
+        assert 'Name or service not known' in one_line(e) and asked.pop().endswith('config.json') and not asked
+    src = timm.create_model('resnet18', num_classes=5)
+    save_file(src.state_dict(), tmp_path/'model.safetensors')
+    (tmp_path/'config.json').write_text(json.dumps(dict(architecture='resnet18', num_classes=5, num_features=512, pretrained_cfg=dict(
+        mean=[.1, .2, .3], std=[.2, .2, .2], num_classes=5, input_size=[3, 224, 224], first_conv='conv1', classifier='fc'))))
+    monkeypatch.setattr(huggingface_hub, 'try_to_load_from_cache', lambda repo, name, **k: str(tmp_path/name) if repo == 'someone/model' else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        learn = timm_learner(dls, 'hf-hub:someone/model', pretrained=True, offline=True)
+    assert learn.model.layer1[0].conv1.weight.equal(src.layer1[0].conv1.weight) and learn.weights == learn.arch == 'hf-hub:someone/model'
+    assert norm_of(dls.train) == [.2] and not asked
 
 
 def test_a_model_without_weights_says_so(dls):

@@ -169,33 +169,27 @@ def xresnet_learner(dls, # `DataLoaders` of images
     return learn
 
 # %% ../../nbs/32_vision.learner.ipynb #b61995b9
-def _timm_files(cfg): # Names under which the hub may have the weights, best first
-    return [cfg.hf_hub_filename] if getattr(cfg, 'hf_hub_filename', None) else ['model.safetensors', 'pytorch_model.bin']
-
-def _cached_timm(cfg):
-    "The state dict of `cfg` from the hub's cache, or None"
+def _cached(hub_id, names):
+    "The first of `names` that the hub's cache has of `hub_id`, or None"
     from huggingface_hub import try_to_load_from_cache
-    from timm.models import load_state_dict
-    repo,_,revision = cfg.hf_hub_id.partition('@')
-    for name in _timm_files(cfg):
-        path = try_to_load_from_cache(repo, name, revision=revision or None)
-        if isinstance(path, str): return load_state_dict(path, weights_only=True)
+    repo,_,revision = hub_id.partition('@')
+    found = (try_to_load_from_cache(repo, o, revision=revision or None) for o in names)
+    return next((o for o in found if isinstance(o, str)), None)
 
-# %% ../../nbs/32_vision.learner.ipynb #d4223507
-def _look_up(cfg, offline):
-    "Fail at once where the weights of `cfg` cannot be had from the hub"
+def _look_up(hub_id, names, offline):
+    "Fail at once where none of `names` can be had from the hub"
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError
     if offline or constants.HF_HUB_OFFLINE: raise OSError('offline, and they are not in the cache')
-    repo,_,revision = cfg.hf_hub_id.partition('@')
-    for name in _timm_files(cfg):
-        try: return get_hf_file_metadata(hf_hub_url(repo, name, revision=revision or None), timeout=5)
+    repo,_,revision = hub_id.partition('@')
+    for o in names:
+        try: return get_hf_file_metadata(hf_hub_url(repo, o, revision=revision or None), timeout=5)
         except EntryNotFoundError as e: missing = e
     raise missing
 
 def _short(e): return (str(e).strip().splitlines() or [type(e).__name__])[0]
 
-# %% ../../nbs/32_vision.learner.ipynb #7aeca364
+# %% ../../nbs/32_vision.learner.ipynb #d4223507
 def timm_model(arch:str, # A name, also with the tag of its weights: `resnet50.a1_in1k`
                pretrained=False, # Start from published weights
                n_out=1000, # Outputs
@@ -205,23 +199,34 @@ def timm_model(arch:str, # A name, also with the tag of its weights: `resnet50.a
     ): # the model, and where its weights are from (None: random)
     "A model of timm's, its weights from the cache or the hub, or one line saying why not"
     import timm
-    args = dict(num_classes=n_out, in_chans=c_in, **kwargs)
-    if not arch.startswith(('hf-hub:', 'hf_hub:', 'local-dir:')) and not timm.is_model(arch):
+    from timm.models import load_state_dict
+    args,hub = dict(num_classes=n_out, in_chans=c_in, **kwargs),re.match('hf[-_]hub:(.+)', arch)
+    if hub or arch.startswith('local-dir:'): cfg,where = None,arch
+    elif not timm.is_model(arch):
         near = get_close_matches(arch.split('.')[0], timm.list_models(), n=4)
         raise UserError(f"timm has no model {arch!r}{'; did you mean '+', '.join(near)+'?' if near else ''} (timm.list_models() has them all)")
-    if not pretrained: return _create(arch, args), None
-    cfg = timm.get_pretrained_cfg(arch, allow_unregistered=True) if timm.is_model(arch) else None
-    where = cfg.hf_hub_id or cfg.url or cfg.file if cfg else arch
-    if cfg and not where: raise UserError(f'timm has no weights for {arch!r}: use pretrained=False, or a name from timm.list_models(pretrained=True)')
+    elif not pretrained: return _create(arch, args), None
+    else:
+        cfg = timm.get_pretrained_cfg(arch)
+        where = cfg and (cfg.hf_hub_id or cfg.url or cfg.file)
+        if not where: raise UserError(f'timm has no weights for {arch!r}: use pretrained=False, or a name from timm.list_models(pretrained=True)')
     try:
-        if cfg and cfg.hf_hub_id and not cfg.custom_load:
-            if state := _cached_timm(cfg): return _create(arch, args, pretrained=True, pretrained_cfg_overlay=dict(state_dict=state)), where
-            _look_up(cfg, offline)
-        elif offline and not (cfg and cfg.file) and not arch.startswith('local-dir:'): raise OSError('offline')
-        return _create(arch, args, pretrained=True), where
+        if hub: # config and weights are both the hub's; what its cache has is read like any folder
+            if have := _cached(hub[1], ['config.json']): arch = f'local-dir:{Path(have).parent}'
+            else: _look_up(hub[1], ['config.json'], offline)
+        elif cfg and cfg.hf_hub_id and not cfg.custom_load:
+            names = [cfg.hf_hub_filename] if cfg.hf_hub_filename else ['model.safetensors', 'pytorch_model.bin']
+            if have := _cached(cfg.hf_hub_id, names):
+                state = load_state_dict(have, weights_only=True)
+                return _create(arch, args, pretrained=True, pretrained_cfg_overlay=dict(state_dict=state)), where
+            _look_up(cfg.hf_hub_id, names, offline)
+        elif cfg and offline and not cfg.file: raise OSError('offline')
+        return _create(arch, args, pretrained=pretrained), where if pretrained else None
     except UserError: raise
-    except Exception as e: raise DataUnavailable(f'cannot get the pretrained weights of {arch} ({where}): {_short(e)}. pretrained=False works '
-                                                 'without them; with a network, one run keeps them in the cache') from None
+    except Exception as e:
+        raise DataUnavailable(f'cannot get {"the pretrained weights of " if pretrained else ""}{arch} ({where}): {_short(e).rstrip(".")}. '
+                              f'{"A name from timm.list_models()" if hub else "pretrained=False"} works without a download; with a network, one run '
+                              'keeps it in the cache') from None
 
 def _create(arch, args, **kwargs):
     import timm
