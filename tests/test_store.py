@@ -188,13 +188,13 @@ def test_several_writers(tmp_path):
 def test_kill_9_of_a_writer_loses_no_finished_run_and_leaves_no_half_file(tmp_path):
     cut = 0
     for seed in range(40):
-        p = writer(tmp_path, 10**6, 200_000)
+        p = writer(tmp_path, 10**6, 100_000)
         told = [p.stdout.readline().strip()]
-        time.sleep(random.Random(seed).random()*.3)
+        time.sleep(random.Random(seed).random()*.1)
         p.kill()
         told += p.communicate(timeout=60)[0].split()
         good,bad = runs(tmp_path)
-        assert not bad and set(told) <= {o.id for o in good} and all(len(o.profile['values']) == 200_000 for o in good)
+        assert not bad and set(told) <= {o.id for o in good} and all(len(o.profile['values']) == 100_000 for o in good)
         cut += len(list(tmp_path.glob('.*.tmp')))
         for o in tmp_path.iterdir(): o.unlink()
         if seed > 5 and cut > 1: return
