@@ -62,6 +62,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fastbench/callback/amp.py'),
                                         'fastbench.callback.amp._Grads.step': ( 'callback.amp.html#_grads.step',
                                                                                 'fastbench/callback/amp.py'),
+                                        'fastbench.callback.amp._hypers': ('callback.amp.html#_hypers', 'fastbench/callback/amp.py'),
                                         'fastbench.callback.amp.check_precision': ( 'callback.amp.html#check_precision',
                                                                                     'fastbench/callback/amp.py'),
                                         'fastbench.callback.amp.native_bf16': ( 'callback.amp.html#native_bf16',

@@ -18,8 +18,8 @@ from fastai.optimizer import SGD, Adam, ranger
 from fastai.torch_core import default_device
 from torch import nn
 
+from .callback.amp import check_precision
 from .recipe import Recipe, get_recipe
-from .training import check_precision
 from .vision.data import vision_dls
 from .vision.learner import timm_learner, xresnet_learner
 
@@ -60,7 +60,8 @@ def bench_learner(recipe:str|Recipe, # A recipe or its name
     with seeded(r.seed):
         dls = vision_dls(r.data, r.size, r.bs, workers=r.workers, prefetch=r.prefetch, seed=r.seed, min_scale=r.min_scale, flip=r.flip,
                          sample=r.sample, device=device, offline=offline)
-        common = dict(pretrained=r.pretrained, loss_func=_loss_func(r), opt_func=_opt_func(r), lr=r.lr, wd=r.wd, metrics=accuracy)
+        common = dict(pretrained=r.pretrained, loss_func=_loss_func(r), opt_func=_opt_func(r), lr=r.lr, wd=r.wd, metrics=accuracy,
+                      offline=offline)
         if r.learner == 'timm': learn = timm_learner(dls, r.arch, **common)
         else: learn = xresnet_learner(dls, r.arch, act_cls=_acts[r.act], **common)
     learn.recipe = r

@@ -15,7 +15,8 @@ class _Exit:
     def __call__(self, cbs):
         leaving = sys.exc_info()[1]
         if leaving is not None and leaving is not self.before:  # `is`: fastai's Cancel exceptions equal None
-            for f in list(self.fs): f()
+            vars(self.learn).pop('remove_cbs', None)
+            for f in self.fs: f()
         return type(self.learn).remove_cbs(self.learn, cbs)
 
 def when_cut(learn, # A Learner at the beginning of a fit

@@ -34,13 +34,14 @@ class _Last(Callback):
         if event_name in _loops: self._profiler._time_loader()
         elif event_name == 'after_fit': self._profiler._end()
 
+_scaling = frozenset(('after_backward', 'before_step'))
 _loops = frozenset(('before_train', 'before_validate'))
 
 class _Unscaling(Callback):
-    "Marks one edge of a mixed-precision callback's `before_step`; on the Learner only during a fit"
+    "Marks one edge of a mixed-precision callback where it unscales or steps; on the Learner only during a fit"
     def __init__(self, profiler, order, mark): self._profiler,self.order,self._m,self.learn = profiler,order,mark,profiler.learn
     def __call__(self, event_name):
-        if event_name == 'before_step' and not self._profiler._nested: self._profiler.watch.mark(self._m)
+        if event_name in _scaling and not self._profiler._nested: self._profiler.watch.mark(self._m)
 
 # %% ../../nbs/10_callback.profiler.ipynb #f11a779e
 class Profiler(Callback):
@@ -180,10 +181,10 @@ def _end(self:Profiler, interrupted=False):
 
 # %% ../../nbs/10_callback.profiler.ipynb #bc6e61d5
 def _precision(learn):
-    "fp16 or bf16 under fastai's MixedPrecision where its autocast works (CUDA), else the weights' own"
+    "fp16 or bf16 under mixed precision (fastai's own works on CUDA only), else the weights' own"
     amp = next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
     p = next(learn.model.parameters())
-    if amp is not None and p.device.type == 'cuda': return getattr(amp.amp_mode, 'value', amp.amp_mode)
+    if amp is not None and (p.device.type == 'cuda' or type(amp) is not MixedPrecision): return getattr(amp.amp_mode, 'value', amp.amp_mode)
     return {torch.float16: 'fp16', torch.bfloat16: 'bf16'}.get(p.dtype, 'fp32')
 
 def _efficiency(self):
