@@ -3,9 +3,11 @@ import json
 import math
 import os
 import platform
+import random
 import socket
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,9 +99,12 @@ def test_file_and_back(run):
     assert str(back) == str(run) and 'finished' in run.headline and 'digits-xresnet18 · fp32' in run.title
 
 
-def test_the_same_seed_gives_the_same_run_another_another():
+def test_the_same_seed_gives_the_same_run_another_another(monkeypatch):
+    drawn = []
+    in_step(monkeypatch, lambda o: drawn.append((torch.rand(1).item(), np.random.rand(), random.random())))  # as dropout or an augmentation would
     a,b,c = train(), train(), train(repeat=1)
     assert a.epochs == b.epochs != c.epochs and c.seed == a.seed + 1 and a.id != b.id
+    assert drawn[0] == drawn[1] and all(x != y for x,y in zip(drawn[0], drawn[2]))
 
 
 # What fastbench warned of
