@@ -8,13 +8,13 @@ __all__ = ['DTYPES', 'count_flops', 'measure_peak', 'matmul_peak']
 # %% ../nbs/07_flops.ipynb #13d9ba72
 import json, os
 from copy import deepcopy
-from platform import processor
 from time import perf_counter
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from .download import cache_dir
+from .environment import cpu_model
 from .recipe import UserError
 
 # %% ../nbs/07_flops.ipynb #912d97c5
@@ -37,7 +37,7 @@ def count_flops(model, # The model, on its device
 DTYPES = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16)
 
 def _device_key(device, precision):
-    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{device.type} {processor() or os.uname().machine}'
+    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else cpu_model() if device.type == 'cpu' else device.type
     return f'{name} | torch {torch.__version__} | {torch.get_num_threads()} threads | {precision}'
 
 def measure_peak(device='cpu', # Where to multiply

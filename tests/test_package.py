@@ -21,7 +21,7 @@ NBS = sorted((ROOT/'nbs').rglob('[!._]*.ipynb'))
 TORCH_FREE = 'recipe record environment phases table store launch compare report cli download'.split()
 HEAVY = 'torch torchvision fastai transformers timm pandas matplotlib'.split()
 # Modules that no notebook writes
-BY_HAND = {'__init__', '_modidx'}
+BY_HAND = {'__init__', '__main__', '_modidx'}
 
 
 def read(name): return (ROOT/name).read_text(encoding='utf-8')
