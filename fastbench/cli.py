@@ -16,13 +16,18 @@ import typer
 
 from . import __version__
 from .recipe import UserError, but, expand, published, recipes, suites
-from .store import FOLDER, find, load, runs
+from .record import plain
+from .store import FOLDER, NotKept, check_folder, files, find, load, runs
 
 # %% ../nbs/50_cli.ipynb #2be75ac8
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=dict(help_option_names=['-h', '--help']),
                   help='Where does training time go? Run reproducible benchmarks and keep what they show.')
 
 def _names(incomplete:str): return [o for o in (*suites(), *recipes()) if o.startswith(incomplete)]
+
+def _kept(ctx:typer.Context, incomplete:str):
+    try: return [o for o in ('last', *(o.stem for o in files(ctx.params.get('out') or FOLDER))) if o.startswith(incomplete)]
+    except UserError: return []
 
 Out = Annotated[Path, typer.Option('--out', '-o', help='Folder that holds the Runs.', envvar='FASTBENCH_OUT')]
 Json = Annotated[bool, typer.Option('--json', help='Print JSON, for a program.')]
@@ -38,6 +43,8 @@ def _root(version:Annotated[bool, typer.Option('--version', callback=_version, i
 # %% ../nbs/50_cli.ipynb #07f81fb6
 def _losses(o): return ' · '.join(f'{k} {v:.4g}' for k,v in (o.get('values') or {}).items())
 
+def _stopping(o): return 'finishing the step; once more ends it now' if o['asked'] == 1 else 'ending now'
+
 class _Lines:
     "Progress as plain lines"
     def __init__(self, title): print(title, file=sys.stderr, flush=True)
@@ -45,6 +52,7 @@ class _Lines:
     def __exit__(self, *exc): pass
     def __call__(self, o):
         if o['phase'] == 'epoch': print(f"  epoch {o['epoch']+1}/{o['epochs']}: {_losses(o)}", file=sys.stderr, flush=True)
+        if o['phase'] == 'stopping': print(f'  {_stopping(o)}', file=sys.stderr, flush=True)
 
 class _Bar:
     "Progress as a bar"
@@ -61,15 +69,16 @@ class _Bar:
             done = o['epoch'] + (o['step']/o['steps'] if o['phase'] == 'train' else 1)
             self.bar.update(self.task, total=o['epochs'], completed=done,
                             note=f"epoch {o['epoch']+1}/{o['epochs']}, {o['phase']} {o['step']}/{o['steps']}")
-        elif o['phase'] == 'data': self.bar.update(self.task, note='preparing data')
+        elif o['phase'] in ('data', 'stopping'): self.bar.update(self.task, note='preparing data' if o['phase'] == 'data' else _stopping(o))
 
-def _progress(title): return (_Bar if sys.stderr.isatty() else _Lines)(title)
+def _progress(title): return (_Bar if sys.stderr.isatty() and os.environ.get('TERM') != 'dumb' else _Lines)(title)
 
 # %% ../nbs/50_cli.ipynb #fe4e5355
-def _summary(run, path=None):
-    return dict(id=run.id, path=str(path) if path else None, recipe=run.recipe.get('name'), status=run.status, error=run.error, started=run.started,
-                seconds=run.seconds, data=run.data.get('name'), precision=run.precision.get('effective'), device=run.device.get('name'),
-                metrics=run.metrics, warnings=run.warnings)
+def _summary(run): return {k: v for k,v in run.as_dict().items() if k != 'profile'} | dict(path=run.path)
+
+def _full(run): return _summary(run) | plain(dict(rows=run.table.rows, verdict=run.table.verdict))
+
+def _json(o): print(json.dumps(o, indent=1))
 
 def _show(run):
     from fastbench.table import show
@@ -79,8 +88,6 @@ def _show(run):
     print(run.headline)
     for o in published(run.recipe.get('name', '')): print(f"  published: {o['machine']}, {o['precision']}: {o['seconds']:,} s")
     for o in run.warnings: print(f'warning: {o}')
-
-def _full(run, path=None): return dict(_summary(run, path), recipe=run.recipe, rows=run.table.rows, verdict=run.table.verdict, epochs=run.epochs)
 
 # %% ../nbs/50_cli.ipynb #6eeebf30
 class Precision(str, Enum):
@@ -109,40 +116,48 @@ def run(
     changes = dict(precision=precision and precision.value, bs=batch_size, epochs=epochs, batches=batches, data=data, workers=workers, seed=seed)
     changes = {k: v for k,v in changes.items() if v is not None}
     todo = [but(o, **changes) for o in expand(names or ['quick'])]
+    check_folder(out)
     paths,code = _run_all(todo, repeats, out, device=device, offline=offline)
-    kept = [(load(o), o) for o in paths]
-    if as_json: print(json.dumps([_full(*o) for o in kept], indent=1))
+    kept = [load(o) for o in paths]
+    if as_json: _json([_full(o) for o in kept])
     else: _report(kept, repeats)
-    raise typer.Exit(4 if any(o.status != 'ok' for o,_ in kept) else code)
+    raise typer.Exit(code or (4 if any(o.status != 'ok' for o in kept) else 0))
 
 # %% ../nbs/50_cli.ipynb #82fe0ceb
 def _complain(e):
     "One line for a mistake; the exit code that goes with it"
     from fastbench.download import DataUnavailable
-    print(f'fastbench: {e}', file=sys.stderr)
-    return 4 if isinstance(e, DataUnavailable) else 2
+    from fastbench.launch import CannotStart
+    print(f"fastbench: {' '.join(str(e).split())}", file=sys.stderr)
+    return 4 if isinstance(e, (DataUnavailable, NotKept, CannotStart)) else 2
 
 def _run_all(todo, repeats, out, **options):
+    "The files of the Runs, and 0, or the exit code that they do not tell of"
     from fastbench.launch import Interrupted, launch
-    paths,code = [],0
+    paths,code,refused = [],0,{}
     for i in range(repeats):
         for r in todo:
+            if r in refused: continue
             title = r.name + (f' {i+1}/{repeats}' if repeats > 1 else '')
             try:
                 with _progress(title) as tell: paths.append(launch(r, out, tell, repeat=i, **options))
-            except UserError as e: code = max(code, _complain(e))
-            except Interrupted as e:
-                kept = [o for o in (*paths, e.path) if o]
-                print('interrupted; ' + (f'kept: {", ".join(kept)}' if kept else 'nothing was measured yet'), file=sys.stderr)
-                raise typer.Exit(128 + e.signum) from None
+            except UserError as e: refused[r],code = str(e),max(code, 0 if str(e) in refused.values() else _complain(e))
+            except (Interrupted, KeyboardInterrupt) as e: return _stopped(paths, e)
     return paths,code
 
+def _stopped(paths, e):
+    paths = [o for o in (*paths, getattr(e, 'path', None)) if o]
+    note = getattr(e, 'note', '') or ('what was measured is kept:' if paths else 'nothing was measured yet')
+    print(f'fastbench: interrupted; {note}', file=sys.stderr, flush=True)
+    for o in paths: print(f'  {o}', file=sys.stderr, flush=True)
+    return paths, 128 + getattr(e, 'signum', 2)
+
 def _report(kept, repeats):
-    for n,(r,path) in enumerate(kept):
+    for n,r in enumerate(kept):
         if n: print()
         if repeats > 1 and r.repeat < repeats-1 and r.status == 'ok': print(f'{r.title}: {r.headline}')
         else: _show(r)
-        print(f'kept in {path}')
+        print(f'kept in {r.path}')
 
 # %% ../nbs/50_cli.ipynb #ca73e7fb
 class Kind(str, Enum):
@@ -153,18 +168,17 @@ class Kind(str, Enum):
 
 @app.command('list')
 def list_(what:Annotated[Kind, typer.Argument(help='What to list.')]=Kind.all, out:Out=Path(FOLDER), as_json:Json=False,
-          n:Annotated[int, typer.Option('--last', '-n', min=1, help='How many Runs, newest last.')]=20):
+          n:Annotated[Optional[int], typer.Option('--last', '-n', min=1, help='How many Runs, newest last.', show_default='20; with --json all')]=None):
     "List suites, recipes and the Runs that are kept."
     def wanted(o): return what in (Kind.all, o)
-    found,bad = runs(out) if wanted(Kind.runs) else ([], [])
+    found,bad = runs(out, n or (None if as_json else 20)) if wanted(Kind.runs) else ([], [])
     for o in bad: print(f'passed over: {o}', file=sys.stderr)
     if as_json:
-        d = dict(suites=suites(), recipes={k: asdict(v) for k,v in recipes().items()}, runs=[_summary(o, Path(out)/f'{o.id}.json') for o in found])
-        print(json.dumps({k: v for k,v in d.items() if wanted(Kind(k))}, indent=1))
-        return
+        d = dict(suites=suites(), recipes={k: asdict(v) for k,v in recipes().items()}, runs=[_summary(o) for o in found])
+        return _json({k: v for k,v in d.items() if wanted(Kind(k))})
     if wanted(Kind.suites): _section('Suites', [(k, ', '.join(v)) for k,v in suites().items()])
     if wanted(Kind.recipes): _section('Recipes', [(o.name, o.about) for o in recipes().values()])
-    if wanted(Kind.runs): _section(f'Runs in {out}', [(o.id, o.headline) for o in found[-n:]] or [('none yet', '`fastbench run` makes one')])
+    if wanted(Kind.runs): _section(f'Runs in {out}', [(o.id, o.headline) for o in found] or [('none yet', '`fastbench run` makes one')])
 
 def _section(title, pairs):
     from rich.console import Console
@@ -177,18 +191,31 @@ def _section(title, pairs):
     else: print('\n'.join([title] + [f'  {a}  {b}' for a,b in pairs]))
 
 @app.command()
-def show(name:Annotated[str, typer.Argument(metavar='RUN', help="A Run's file, its id, the beginning of it, or `last`.")]='last',
+def show(name:Annotated[str, typer.Argument(metavar='RUN', help="A Run's file, its id, the beginning of it, or `last`.", autocompletion=_kept)]='last',
          out:Out=Path(FOLDER), as_json:Json=False):
     "Show a Run: where its time went, how it ended."
     r = find(name, out)
-    if as_json: print(json.dumps(_full(r), indent=1))
+    if as_json: _json(_full(r))
     else: _show(r)
 
 # %% ../nbs/50_cli.ipynb #0d1517ec
+_Misused = next(o for o in typer.BadParameter.__mro__ if o.__name__ == 'ClickException')
+
+def _misused(e):
+    ctx = getattr(e, 'ctx', None)
+    if type(e).__name__ == 'NoArgsIsHelpError': print(ctx.get_help())
+    else: print(f"fastbench: {' '.join(e.format_message().split()).rstrip('.')}. `{ctx.command_path if ctx else 'fastbench'} --help` shows what there is", file=sys.stderr)
+    return e.exit_code
+
 def main():
     "The `fastbench` command"
-    try: app(prog_name='fastbench')
-    except UserError as e: sys.exit(_complain(e))
+    for o in (sys.stdout, sys.stderr):
+        if hasattr(o, 'reconfigure'): o.reconfigure(errors='replace')  # a terminal that cannot show a µ
+    try: code = app(prog_name='fastbench', standalone_mode=False)
+    except _Misused as e: code = _misused(e)
+    except UserError as e: code = _complain(e)
+    except (KeyboardInterrupt, typer.Abort): code = 130
     except BrokenPipeError:  # `fastbench list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        code = 1
+    sys.exit(code)

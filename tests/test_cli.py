@@ -1,0 +1,301 @@
+"The `fastbench` command, as a person and as a program use it: words in, answers and exit codes out, no traceback."
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from fastbench import cli, launch as launch_module
+from fastbench.download import DataUnavailable
+from fastbench.recipe import get_recipe, suites
+from fastbench.record import Run
+from fastbench.store import load, runs, save
+
+LIMIT = 120  # seconds; only against hanging
+
+
+def make(**kwargs): return Run(**{'recipe': dict(vars(get_recipe('digits-xresnet18'))), **kwargs})
+
+
+def fastbench(*args, env=None, **kwargs):
+    return subprocess.run([sys.executable, '-m', 'fastbench', *map(str, args)], capture_output=True, text=True, timeout=LIMIT, env={**os.environ, **(env or {})}, **kwargs)
+
+
+def command(monkeypatch, capsys, *args):
+    "The command in this process: exit code, stdout, stderr"
+    monkeypatch.setattr(sys, 'argv', ['fastbench', *map(str, args)])
+    with pytest.raises(SystemExit) as e: cli.main()
+    return (e.value.code or 0, *capsys.readouterr())
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    "Runs that are not trained: a list of what was asked for; `launched.outcome` makes the Run, or raises"
+    class Asked(list): outcome = staticmethod(lambda r, **kwargs: make(recipe=vars(r), seconds=1., metrics=dict(accuracy=.9), seed=r.seed + kwargs['repeat'],
+                                                                      repeat=kwargs['repeat']))
+    asked = Asked()
+    def launch(r, folder, tell=None, **kwargs):
+        asked.append((r, kwargs))
+        for o in (dict(phase='data'), dict(phase='train', epoch=0, epochs=1, step=1, steps=2), dict(phase='epoch', epoch=0, epochs=1, values=dict(valid_loss=.5))): tell(o)
+        return str(save(asked.outcome(r, **kwargs), folder))
+    monkeypatch.setattr(launch_module, 'launch', launch)
+    return asked
+
+
+# Words in
+
+def test_options_become_the_recipe(launched, monkeypatch, capsys, tmp_path):
+    code,*_ = command(monkeypatch, capsys, 'run', 'digits-xresnet18', *'--repeats 2 --precision bf16 --batch-size 7 --epochs 3 --batches 5 --device cuda:1 --data auto '
+                      '--workers 1 --seed 9 --offline'.split(), '--out', tmp_path)
+    want = get_recipe('digits-xresnet18', precision='bf16', bs=7, epochs=3, batches=5, data='auto:digits', workers=1, seed=9)
+    assert code == 0 and launched == [(want, dict(repeat=i, device='cuda:1', offline=True)) for i in range(2)]
+    assert [o.seed for o in runs(tmp_path)[0]] == [9, 10]
+
+
+def test_quick_is_the_default_and_suites_are_recipes(launched, monkeypatch, capsys, tmp_path):
+    command(monkeypatch, capsys, 'run', '--out', tmp_path)
+    assert tuple(r.name for r,_ in launched) == suites()['quick']
+    launched.clear()
+    command(monkeypatch, capsys, 'run', 'quick', 'digits-xresnet18', '--repeats', 2, '--out', tmp_path)
+    assert [r.name for r,_ in launched] == [*suites()['quick'], 'digits-xresnet18']*2  # interleaved
+
+
+def test_runs_are_kept_here_unless_told(launched, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert 'kept in fastbench-runs' in command(monkeypatch, capsys, 'run', 'digits-xresnet18')[1]
+    monkeypatch.setenv('FASTBENCH_OUT', 'there')
+    command(monkeypatch, capsys, 'run', 'digits-xresnet18')
+    assert len(runs('fastbench-runs')[0]) == len(runs('there')[0]) == 1
+
+
+# Answers out
+
+def test_lines_when_piped_and_the_end(launched, monkeypatch, capsys, tmp_path):
+    code,out,err = command(monkeypatch, capsys, 'run', 'digits-xresnet18', '--out', tmp_path, '--repeats', 2)
+    assert err == 'digits-xresnet18 1/2\n  epoch 1/1: valid_loss 0.5\ndigits-xresnet18 2/2\n  epoch 1/1: valid_loss 0.5\n'
+    assert code == 0 and 'accuracy 0.9' in out and all(f'kept in {o.path}' in out for o in runs(tmp_path)[0])
+
+
+def test_json_alone_on_stdout(launched, monkeypatch, capsys, tmp_path):
+    launched.outcome = lambda r, **kwargs: make(status='diverged', metrics=dict(valid_loss=math.nan))
+    code,out,err = command(monkeypatch, capsys, 'run', 'digits-xresnet18', '--json', '--out', tmp_path)
+    d, = json.loads(out, parse_constant=lambda o: pytest.fail(f'{o} is no JSON'))
+    assert code == 4 and d['status'] == 'diverged' and d['rows'] == [] and d['verdict'] is None and d['metrics']['valid_loss'] == 'NaN' and 'epoch' in err
+    assert load(d['path']).id == d['id']
+
+
+def test_a_bar_in_a_terminal(tmp_path):
+    "With no torch: what is launched is not trained"
+    pty = pytest.importorskip('pty')
+    code = '''import sys, time
+import fastbench.launch as l
+from fastbench.record import Run
+from fastbench.store import save
+def launch(r, folder, tell, **kwargs):
+    for i in range(1, 4):
+        tell(dict(phase='train', epoch=0, epochs=2, step=i, steps=3)); time.sleep(.2)
+    tell(dict(phase='stopping', asked=1)); time.sleep(.2)
+    return str(save(Run(recipe=vars(r)), folder))
+l.launch = launch
+from fastbench.cli import main
+sys.argv[1:] = ['run', 'digits-xresnet18', '--json', '--out', sys.argv[1]]
+main()'''
+    main,side = pty.openpty()
+    p = subprocess.Popen([sys.executable, '-c', code, str(tmp_path)], stdout=subprocess.PIPE, stderr=side, env={**os.environ, 'TERM': 'xterm', 'COLUMNS': '100'})
+    os.close(side)
+    seen = read_all(main)
+    assert 'digits-xresnet18' in seen and '━' in seen and 'epoch 1/2, train 3/3' in seen and 'finishing the step' in seen and '\x1b[' in seen
+    assert json.loads(p.communicate(timeout=LIMIT)[0])[0]['status'] == 'ok' and p.returncode == 0
+
+
+def read_all(fd, until=None, then=None):
+    seen = b''
+    while True:
+        try: got = os.read(fd, 65536)
+        except OSError: got = b''
+        if not got: return seen.decode(errors='replace')
+        seen += got
+        if until and until in seen: until = then()
+
+
+# Exit codes
+
+@pytest.mark.parametrize('status,code', [('ok', 0), ('failed', 4), ('diverged', 4), ('interrupted', 4)])
+def test_exit_code_of_a_run(launched, monkeypatch, capsys, tmp_path, status, code):
+    launched.outcome = lambda r, **kwargs: make(status=status, error='RuntimeError: odd' if status == 'failed' else None)
+    got,out,_ = command(monkeypatch, capsys, 'run', 'quick', '--out', tmp_path)
+    assert got == code and status in out and len(launched) == 2
+
+
+def test_one_that_cannot_be_run_does_not_stop_the_others(launched, monkeypatch, capsys, tmp_path):
+    good = launched.outcome
+    def outcome(r, **kwargs):
+        if r.name == 'digits-xresnet18': raise DataUnavailable('digits cannot be had')
+        return good(r, **kwargs)
+    launched.outcome = outcome
+    code,out,err = command(monkeypatch, capsys, 'run', 'quick', '--repeats', 3, '--out', tmp_path)
+    assert code == 4 and len(runs(tmp_path)[0]) == 3 and len(launched) == 4 and err.count('fastbench: digits cannot be had') == 1
+
+
+@pytest.mark.parametrize('kind,code', [('UserError', 2), ('NotKept', 4), ('CannotStart', 4)])
+def test_exit_code_of_a_refusal(launched, monkeypatch, capsys, tmp_path, kind, code):
+    class_ = next(getattr(m, kind) for m in (cli, launch_module) if hasattr(m, kind))
+    def outcome(r, **kwargs): raise class_('odd\nthing')
+    launched.outcome = outcome
+    got,out,err = command(monkeypatch, capsys, 'run', 'quick', '--out', tmp_path, '--json')
+    assert got == code and err.count('fastbench: odd thing\n') == 1 and json.loads(out) == []  # said once, in one line
+
+
+@pytest.mark.parametrize('error,code', [(lambda path: launch_module.Interrupted(2, path), 130), (lambda path: launch_module.Interrupted(15), 143),
+                                        (lambda path: KeyboardInterrupt(), 130)])
+def test_after_a_signal_nothing_more_is_run_and_what_is_kept_is_said(launched, monkeypatch, capsys, tmp_path, error, code):
+    path,good = save(make(status='interrupted'), tmp_path/'part'),launched.outcome
+    def outcome(r, **kwargs):
+        if len(launched) == 2: raise error(str(path))
+        return good(r, **kwargs)
+    launched.outcome = outcome
+    got,out,err = command(monkeypatch, capsys, 'run', 'quick', '--repeats', 9, '--out', tmp_path)
+    first, = runs(tmp_path)[0]
+    assert got == code and len(launched) == 2 and first.path in err and f'kept in {first.path}' in out
+    assert (str(path) in err) == (str(path) in out) == (code == 130 and 'Interrupted' in repr(error(0)))
+
+
+MISTAKES = [('run --foo', 'No such option'), ('run --precision fp8', 'fp8'), ('run --batch-size 0', '--batch-size'), ('run --repeats 0', '--repeats'),
+            ('run --epochs x', '--epochs'), ('run --workers -1', '--workers'), ('run nosuch', "unknown recipe or suite 'nosuch'"), ('nosuch', 'nosuch'),
+            ('run digit-xresnet18', "did you mean 'digits-xresnet18'"), ('list nosuch', 'nosuch'), ('show nosuch', 'no Runs in fastbench-runs'), ('show a b', ''),
+            ('run digits-xresnet18 --out FILE', 'is a file'), ('list --out FILE', 'is a file'), ('show last --out FILE', 'is a file')]
+
+
+@pytest.mark.parametrize('args,why', MISTAKES)
+def test_a_mistake_is_one_line(monkeypatch, capsys, tmp_path, args, why):
+    (tmp_path/'file').write_text('')
+    monkeypatch.chdir(tmp_path)
+    code,out,err = command(monkeypatch, capsys, *(str(tmp_path/'file') if o == 'FILE' else o for o in args.split()))
+    assert code == 2 and out == '' and err.count('\n') == 1 and err.startswith('fastbench: ') and why in err
+    assert sorted(os.listdir(tmp_path)) == ['file']
+
+
+# list and show
+
+@pytest.fixture
+def kept(tmp_path):
+    "A folder with three Runs and a broken file"
+    for i,o in enumerate(('ok', 'failed', 'diverged')):
+        save(make(status=o, seed=i, error='RuntimeError: odd' if o == 'failed' else None, metrics=dict(valid_loss=math.nan)), tmp_path)
+        time.sleep(.002)
+    (tmp_path/'cut.json').write_text('{"schema"')
+    return tmp_path
+
+
+def test_list(kept, monkeypatch, capsys):
+    code,out,err = command(monkeypatch, capsys, 'list', '--out', kept)
+    assert code == 0 and all(o in out for o in ('quick', 'digits-xresnet18', 'imagenette-xse_resnet50', 'Suites', 'Recipes')) and out.count('digits-xresnet18-2') == 3
+    assert err.count('\n') == 1 and 'cut.json' in err
+    assert command(monkeypatch, capsys, 'list', 'runs', '-n', 1, '--out', kept)[1].count('digits-xresnet18-2') == 1
+    assert 'none yet' in command(monkeypatch, capsys, 'list', 'runs', '--out', kept/'nothing')[1]
+    d = json.loads(command(monkeypatch, capsys, 'list', '--json', '--out', kept)[1], parse_constant=lambda o: pytest.fail(o))
+    assert set(d) == {'suites', 'recipes', 'runs'} and [o['status'] for o in d['runs']] == ['ok', 'failed', 'diverged'] and 'profile' not in d['runs'][0]
+    assert [load(o['path']).id for o in d['runs']] == [o['id'] for o in d['runs']]
+    for _ in range(25): save(make(), kept)
+    count = lambda *args: command(monkeypatch, capsys, 'list', 'runs', '--out', kept, *args)[1].count('"id"' if args else 'digits-xresnet18-2')
+    assert count() == 20 and count('--json') == 28
+
+
+def test_show(kept, monkeypatch, capsys):
+    a,b,c = runs(kept)[0]
+    for name,run in ((a.id, a), (b.path, b), ('last', c), (c.id[:-3], c)):
+        d = json.loads(command(monkeypatch, capsys, 'show', name, '--json', '--out', kept)[1])
+        assert (d['id'], d['seed'], d['path']) == (run.id, run.seed, run.path) and d['rows'] == []
+    assert 'RuntimeError: odd' in command(monkeypatch, capsys, 'show', b.id, '--out', kept)[1]
+    assert 'not a timing' in command(monkeypatch, capsys, 'show', '--out', kept)[1]
+    code,_,err = command(monkeypatch, capsys, 'show', 'digits', '--out', kept)
+    assert code == 2 and 'beginning of 3 Runs' in err
+    assert command(monkeypatch, capsys, 'show', kept/'cut.json')[0] == 2
+
+
+def test_a_reader_that_goes_away(kept):
+    p = subprocess.Popen([sys.executable, '-m', 'fastbench', 'list', '--json', '--out', str(kept)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    p.stdout.close()
+    assert p.stderr.read().decode().count('\n') == 1 and p.wait(LIMIT) == 1  # the broken file is named, nothing else
+
+
+def test_a_terminal_without_all_letters(kept):
+    p = fastbench('list', '--out', kept, env=dict(PYTHONIOENCODING='ascii'))
+    assert p.returncode == 0 and 'digits-xresnet18' in p.stdout and 'Traceback' not in p.stderr
+
+
+@pytest.mark.parametrize('args', ['--help', 'run --help', 'list', 'list --json', 'show', 'show --json', '--version', 'show nosuch', 'run nosuch'])
+def test_what_answers_at_once_imports_nothing_heavy(kept, args):
+    p = subprocess.run([sys.executable, '-X', 'importtime', '-m', 'fastbench', *args.split()], capture_output=True, text=True, timeout=LIMIT,
+                       env={**os.environ, 'FASTBENCH_OUT': str(kept)})
+    names = {o.rpartition('|')[2].strip().split('.')[0] for o in p.stderr.splitlines() if o.startswith('import time:')}
+    assert 'fastbench' in names and not {'torch', 'fastai', 'transformers', 'timm', 'numpy', 'pandas', 'matplotlib', 'sklearn', 'PIL'} & names
+    assert 'Traceback' not in p.stderr and p.returncode == (2 if 'nosuch' in args else 0)
+
+
+def test_completion(kept):
+    def complete(line, shell='bash'):
+        return fastbench(env=dict(_FASTBENCH_COMPLETE=f'complete_{shell}', COMP_WORDS=line, COMP_CWORD=str(len(line.split(' '))-1), FASTBENCH_OUT=str(kept))).stdout.split()
+    assert complete('fastbench run dig') == ['digits-xresnet18'] and complete('fastbench run qu') == ['quick']
+    assert {'run', 'list', 'show'} <= set(complete('fastbench ')) and '--repeats' in complete('fastbench run --re')
+    assert complete(f'fastbench show --out {kept} la') == ['last'] and len(complete(f'fastbench show --out {kept} digits')) == 3
+    for shell in ('bash', 'zsh', 'fish'):
+        p = fastbench(env={'_FASTBENCH_COMPLETE': f'source_{shell}'})
+        assert p.returncode == 0 and '_FASTBENCH_COMPLETE' in p.stdout
+    if shutil.which('bash'):  # whose completion is shown is known from the shell that asks
+        p = subprocess.run(['bash', '-c', f'"{sys.executable}" -m fastbench --show-completion; exit $?'], capture_output=True, text=True, timeout=LIMIT)
+        assert p.returncode == 0 and '_FASTBENCH_COMPLETE' in p.stdout
+
+
+def test_the_script_is_the_module():
+    a = fastbench('--version')
+    b = subprocess.run([os.path.join(os.path.dirname(sys.executable), 'fastbench'), '--version'], capture_output=True, text=True)
+    assert a.stdout == b.stdout == f'fastbench {cli.__version__}\n'
+
+
+def test_ctrl_c_before_anything(monkeypatch, capsys):
+    def app(**kwargs): raise KeyboardInterrupt
+    monkeypatch.setattr(cli, 'app', app)
+    assert command(monkeypatch, capsys, 'list') == (130, '', '')
+
+
+# For real, once each
+
+REAL = ['--epochs', '1', '--batches', '2', '--workers', '0', '--batch-size', '64', '--device', 'cpu']
+
+
+def test_a_real_run(tmp_path):
+    p = fastbench('run', 'digits-xresnet18', *REAL, '--repeats', 2, '--json', '--offline', '--seed', 7, '--out', tmp_path, env=dict(SECRET_TOKEN='hunter2-7351', OMP_NUM_THREADS='1'))
+    a,b = json.loads(p.stdout)
+    assert p.returncode == 0 and (a['status'], b['status'], a['seed'], b['seed']) == ('ok', 'ok', 7, 8) and a['verdict'] and a['rows'][0]['action'] == 'fit'
+    assert p.stderr.splitlines()[0] == 'digits-xresnet18 1/2' and 'Warning' not in p.stderr and 'Traceback' not in p.stderr
+    assert a['precision'] == dict(asked='fp32', effective='fp32') and a['recipe']['bs'] == 64 and a['metrics']['accuracy'] >= 0
+    assert not any('hunter2' in o.read_text() or 'SECRET' in o.read_text() for o in tmp_path.iterdir())
+    p = fastbench('show', '--out', tmp_path)
+    assert 'forward' in p.stdout and 'bound: ' in p.stdout and 'accuracy' in p.stdout
+
+
+def test_ctrl_c_in_a_terminal(tmp_path):
+    "The terminal sends SIGINT to all processes in front: the command and the fork server"
+    pty,fcntl,termios = pytest.importorskip('pty'),pytest.importorskip('fcntl'),pytest.importorskip('termios')
+    main,side = pty.openpty()
+    def front(): os.setsid(), fcntl.ioctl(side, termios.TIOCSCTTY, 0)
+    p = subprocess.Popen([sys.executable, '-m', 'fastbench', 'run', 'digits-xresnet18', 'photos-xresnet18', '--epochs', '10000', '--batch-size', '64', '--device', 'cpu',
+        '--out', str(tmp_path)], stdin=side, stdout=subprocess.PIPE, stderr=side, preexec_fn=front, text=True,
+        env={**os.environ, 'TERM': 'xterm', 'COLUMNS': '120', 'OMP_NUM_THREADS': '1'})
+    os.close(side)
+    below = []
+    def press():
+        below.extend(psutil.Process(p.pid).children(recursive=True))
+        os.write(main, b'\x03')
+    seen = read_all(main, b', train ', press)
+    out = p.communicate(timeout=LIMIT)[0]
+    run, = runs(tmp_path)[0]
+    assert p.returncode == 130 and run.status == 'interrupted' and run.profile['steps']['train']['n'] > 0 and 'Traceback' not in seen
+    assert run.path in seen.replace('\r\n', '') and 'interrupted: stopped by its user' in out and f'kept in {run.path}' in out
+    assert below and not psutil.wait_procs(below, timeout=LIMIT)[1]
