@@ -16,7 +16,6 @@ import typer
 
 from . import __version__
 from .recipe import UserError, but, expand, published, recipes, suites
-from .record import plain
 from .store import FOLDER, NotKept, check_folder, files, find, load, runs
 
 # %% ../nbs/50_cli.ipynb #2be75ac8
@@ -76,7 +75,7 @@ def _progress(title): return (_Bar if sys.stderr.isatty() and os.environ.get('TE
 # %% ../nbs/50_cli.ipynb #fe4e5355
 def _summary(run): return {k: v for k,v in run.as_dict().items() if k != 'profile'} | dict(path=run.path)
 
-def _full(run): return _summary(run) | plain(dict(rows=run.table.rows, verdict=run.table.verdict))
+def _full(run): return _summary(run) | dict(rows=run.table.rows, verdict=run.table.verdict)
 
 def _json(o): print(json.dumps(o, indent=1))
 
@@ -208,14 +207,11 @@ def _misused(e):
     return e.exit_code
 
 def main():
-    "The `fastbench` command"
+    "The `fastbench` command; of a reader that goes away (`fastbench list | head`) typer takes care"
     for o in (sys.stdout, sys.stderr):
         if hasattr(o, 'reconfigure'): o.reconfigure(errors='replace')  # a terminal that cannot show a µ
     try: code = app(prog_name='fastbench', standalone_mode=False)
     except _Misused as e: code = _misused(e)
     except UserError as e: code = _complain(e)
     except (KeyboardInterrupt, typer.Abort): code = 130
-    except BrokenPipeError:  # `fastbench list | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
     sys.exit(code)
