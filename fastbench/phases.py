@@ -8,7 +8,7 @@ __all__ = ['TRAIN', 'VALID', 'BETWEEN', 'LEAVES', 'FIT', 'HEAD', 'Log', 'stats',
 
 # %% ../nbs/01_phases.ipynb #3aee1b13
 from array import array
-from math import sqrt
+from math import log10, sqrt
 
 from fastcore.basics import patch
 
@@ -206,6 +206,11 @@ def verdict(table:list # Rows, as `rows` makes them
     return dict(bound=bound, share=share, phase=phase, text=f'{bound}: {share:.0%} of the step is spent {doing}; {tip}')
 
 # %% ../nbs/01_phases.ipynb #6bbda8e6
+def _si(x):
+    "Three digits and a prefix"
+    i = min(int(log10(x)//3), 5) if x >= 1 else 0
+    return f'{x/1000**i:.3g} ' + ('', 'k', 'M', 'G', 'T', 'P')[i]
+
 def notes(profile:Profile # What was measured
     )->list: # A line each
     "What the table cannot say: warm-up, tokens, memory, efficiency, how fits ended"
@@ -220,7 +225,7 @@ def notes(profile:Profile # What was measured
         if 'device' in host: text += f", device {max(o['device'] for o in peaks)/2**20:,.0f} MiB"
         res.append(text)
     if e := facts.get('efficiency'):
-        res.append(f"{e['flops_per_sample']/1e9:.3g} GFLOPs a sample, {e['flops_per_second']/1e9:,.0f} GFLOP/s: {e['share']:.0%} of the "
-                   f"{e['peak']/1e9:,.0f} that this machine multiplies in {e['precision']}")
+        res.append(f"{_si(e['flops_per_sample'])}FLOPs a sample, {_si(e['flops_per_second'])}FLOP/s: {e['share']:.1%} of the "
+                   f"{_si(e['peak'])}FLOP/s that this machine multiplies at most in {e['precision']}")
     if n := facts.get('interrupted'): res.append(f'{n} fit(s) ended by an error or an interrupt; what was measured until then is here')
     return res

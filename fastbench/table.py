@@ -75,7 +75,7 @@ def _aligned(body, left=2):
 def _repr_html_(self:Table):
     heads,body = _cells(self.rows)
     def td(c, row, text):
-        style = 'text-align:left' if c < 2 else 'text-align:right;font-variant-numeric:tabular-nums'
+        style = f"padding:1px 10px;text-align:{'left' if c < 2 else 'right'};font-variant-numeric:tabular-nums"
         if heads[c] == 'share' and row['share']:
             w = f"{100*min(row['share'], 1):.1f}%"
             style += f';background:linear-gradient(to left, rgba(76,120,168,.35) {w}, transparent {w})'
@@ -86,10 +86,10 @@ def _repr_html_(self:Table):
         if row['phase'] == last: cells = [''] + cells[1:]
         last = row['phase']
         out.append(f'<tr{line}>' + ''.join(td(c, row, o) for c,o in enumerate(cells)) + '</tr>')
-    ths = ''.join(f'<th style="text-align:{"left" if i < 2 else "right"}">{escape(h)}</th>' for i,h in enumerate(heads))
+    ths = ''.join(f'<th style="padding:1px 10px;text-align:{"left" if i < 2 else "right"}">{escape(h)}</th>' for i,h in enumerate(heads))
     title = f'<caption style="text-align:left">{escape(self.title)}</caption>' if self.title else ''
     below = ''.join(f'<p style="margin:.3em 0">{escape(o)}</p>' for o in self.lines)
-    return f'<table style="border-collapse:collapse">{title}<thead><tr>{ths}</tr></thead><tbody>{"".join(out)}</tbody></table>{below}'
+    return f'<table style="border-collapse:collapse;color:inherit">{title}<thead><tr>{ths}</tr></thead><tbody>{"".join(out)}</tbody></table>{below}'
 
 # %% ../nbs/04_table.ipynb #3b9c6bca
 @patch

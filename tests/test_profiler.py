@@ -579,7 +579,7 @@ def test_flops(monkeypatch, tmp_path):
     learn.fit(1)
     e = learn.profiler.profile.facts['efficiency']
     assert e['flops_per_sample'] == 2*8*3*2 and e['peak'] == 1e12 and 0 < e['share'] < 1
-    assert 'GFLOPs a sample' in str(learn.profiler)
+    assert 'FLOPs a sample' in str(learn.profiler)
     assert 'fp32' in (tmp_path/'peaks.json').read_text()
 
 
