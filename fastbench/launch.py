@@ -46,7 +46,7 @@ def _hear(control, main):
         while control.recv_bytes(): poke()
     poke()
 
-def _settle(stop, control, offline, python_warnings):
+def _settle(stop, control, offline, born_with):
     "Make this process one that can train"
     if hasattr(os, 'setsid'): os.setsid()
     for s in (*_STOPS, _POKE): signal.signal(s, stop.handle)
@@ -54,7 +54,7 @@ def _settle(stop, control, offline, python_warnings):
     threading.Thread(target=_hear, args=(control, threading.main_thread().ident), daemon=True).start()
     multiprocessing.set_start_method(None, force=True)  # else the loader's processes would be started the way this one was
     with suppress(OSError): os.dup2(2, 1)  # whatever a library prints: stdout is the parent's answer
-    _set('PYTHONWARNINGS', python_warnings)
+    for k,v in born_with.items(): _set(k, v)
     import warnings
     for o in (FutureWarning, DeprecationWarning): warnings.simplefilter('ignore', o)
     if offline:
@@ -69,14 +69,14 @@ def _room(conn):
     p.register(conn, select.POLLOUT)
     return bool(p.poll(0))
 
-def _child(conn, control, recipe, folder, offline, python_warnings, options):
+def _child(conn, control, recipe, folder, offline, born_with, options):
     stop = _Stop()
     def tell(o):
         stop.phase = o['phase'] if o['phase'] in ('fit', 'done') else stop.phase
         with suppress(OSError):
             if _room(conn): conn.send(('progress', o))
     try:
-        _settle(stop, control, offline, python_warnings)
+        _settle(stop, control, offline, born_with)
         tell(dict(phase='start', pid=os.getpid()))
         from fastbench.run import run_recipe
         last = 'run', str(save(run_recipe(recipe, tell=tell, stop=stop, offline=offline, **options), folder))
@@ -142,15 +142,20 @@ class _Signals:
         finally: self._raise = False
 
 # %% ../nbs/41_launch.ipynb #572357e2
+_BIRTH = dict(PYTHONWARNINGS='ignore::FutureWarning', PYTHONSAFEPATH='1')  # quiet imports, and none from the current folder
+
+def _born_with(): return {k: os.environ.get(k) for k in _BIRTH}
+
 def _start_server():
     from multiprocessing import forkserver, resource_tracker
     multiprocessing.set_forkserver_preload(['fastbench.run'])
     resource_tracker.ensure_running()  # clears the mask while it starts
-    old = os.environ.get('PYTHONWARNINGS')
+    old = _born_with()
     with _deaf():
-        _set('PYTHONWARNINGS', ','.join(o for o in (old, 'ignore::FutureWarning') if o))  # while it imports
+        os.environ.update(_BIRTH)
         try: forkserver.ensure_running()
-        finally: _set('PYTHONWARNINGS', old)
+        finally:
+            for k,v in old.items(): _set(k, v)
 
 def _drop_server():
     "Nobody waits for it any more: the next run starts another one"
@@ -209,7 +214,7 @@ def launch(recipe, # A `Recipe` or its name
     kind = start_method()
     ctx = multiprocessing.get_context(kind)
     (here,there),(theirs,ours) = ctx.Pipe(duplex=False),ctx.Pipe(duplex=False)
-    args = there, theirs, recipe, str(folder), offline, os.environ.get('PYTHONWARNINGS'), dict(options, repeat=repeat)
+    args = there, theirs, recipe, str(folder), offline, _born_with(), dict(options, repeat=repeat)
     process = ctx.Process(target=_child, args=args)
     with here, ours, _Signals() as signals:
         with there, theirs: _start(process, kind, signals)
