@@ -314,6 +314,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'fastbench.cli._losses': ('cli.html#_losses', 'fastbench/cli.py'),
                                'fastbench.cli._misused': ('cli.html#_misused', 'fastbench/cli.py'),
                                'fastbench.cli._names': ('cli.html#_names', 'fastbench/cli.py'),
+                               'fastbench.cli._near': ('cli.html#_near', 'fastbench/cli.py'),
                                'fastbench.cli._progress': ('cli.html#_progress', 'fastbench/cli.py'),
                                'fastbench.cli._report': ('cli.html#_report', 'fastbench/cli.py'),
                                'fastbench.cli._root': ('cli.html#_root', 'fastbench/cli.py'),

@@ -151,12 +151,16 @@ def _stopped(paths, e):
     for o in paths: print(f'  {o}', file=sys.stderr, flush=True)
     return paths, 128 + getattr(e, 'signum', 2)
 
+def _near(path):
+    "`path` as one would type it here"
+    return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
+
 def _report(kept, repeats):
     for n,r in enumerate(kept):
         if n: print()
         if repeats > 1 and r.repeat < repeats-1 and r.status == 'ok': print(f'{r.title}: {r.headline}')
         else: _show(r)
-        print(f'kept in {r.path}')
+        print(f'kept in {_near(r.path)}')
 
 # %% ../nbs/50_cli.ipynb #ca73e7fb
 class Kind(str, Enum):
