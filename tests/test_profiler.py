@@ -614,3 +614,12 @@ def test_export_carries_no_measurements(tmp_path):
     assert isinstance(other.profiler, Profiler) and other.profiler.results.empty
     assert value(learn.profiler.results, 'train', 'step') == len(learn.dls.train)
     clean(learn)
+
+
+def test_as_a_callback_of_one_fit():
+    learn, prof = make(), Profiler()
+    learn.remove_cb(learn.profiler)
+    learn.fit(1, cbs=prof)
+    assert value(prof.results, 'train', 'step') == 8 and value(prof.results, 'valid', 'step') == 4
+    adds_up(prof.results)
+    assert not hasattr(learn, 'profiler') and 'remove_cbs' not in vars(learn)
