@@ -235,8 +235,9 @@ from fastai.optimizer import Optimizer
 from fastai.data.all import DataLoader, DataLoaders
 from fastai.callback.fp16 import MixedPrecision
 import torch
+CLASSES = Learner, Callback, Optimizer, DataLoader, DataLoaders, MixedPrecision, torch.nn.Module, torch.Tensor  # fastai's and torch's own
 def state():
-    classes = {c.__name__: dict(vars(c)) for c in (Learner, Callback, Optimizer, DataLoader, DataLoaders, MixedPrecision, torch.nn.Module, torch.Tensor)}
+    classes = {c.__name__: dict(vars(c)) for c in CLASSES}
     return {**classes, 'defaults': dict(vars(defaults)), 'callbacks': list(defaults.callbacks), 'torch': [
         torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cudnn.benchmark, torch.is_grad_enabled(), torch.get_rng_state().sum().item()]}
 before = state()
