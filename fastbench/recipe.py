@@ -143,8 +143,8 @@ def expand(names # Names of recipes and suites, mixed
 
 # %% ../nbs/00_recipe.ipynb #424860cd
 register(Recipe('digits-xresnet18', "scikit-learn's scanned digits: real, tiny, always there", data='digits', size=32, bs=64, epochs=4))
-register(Recipe('photos-xresnet18', 'JPEGs cut from two photographs, shapes drawn over them: decoding costs what it costs',
-    data='photos', size=64, bs=64, epochs=3))
+register(Recipe('photos-xresnet18', 'JPEGs cut from two photographs, shapes drawn over them: draw is what decoding costs, in the main process',
+    data='photos', size=64, bs=64, epochs=3, workers=0))
 
 _imagenette = dict(data='imagenette', bs=64, epochs=4, lr=3e-3, min_scale=.35, flip=.5, precision='fp16')
 register(Recipe('imagenette-xse_resnet50', 'XSE-ResNet50 at 224 px', arch='xse_resnet50', size=224, **_imagenette),
