@@ -128,6 +128,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'fastbench/callback/profiler.py'),
                                              'fastbench.callback.profiler.Profiler._begin': ( 'callback.profiler.html#profiler._begin',
                                                                                               'fastbench/callback/profiler.py'),
+                                             'fastbench.callback.profiler.Profiler._count': ( 'callback.profiler.html#profiler._count',
+                                                                                              'fastbench/callback/profiler.py'),
                                              'fastbench.callback.profiler.Profiler._cut': ( 'callback.profiler.html#profiler._cut',
                                                                                             'fastbench/callback/profiler.py'),
                                              'fastbench.callback.profiler.Profiler._disarm': ( 'callback.profiler.html#profiler._disarm',

@@ -623,3 +623,10 @@ def test_as_a_callback_of_one_fit():
     assert value(prof.results, 'train', 'step') == 8 and value(prof.results, 'valid', 'step') == 4
     adds_up(prof.results)
     assert not hasattr(learn, 'profiler') and 'remove_cbs' not in vars(learn)
+
+
+def test_flops_that_cannot_be_counted_do_not_fail_the_fit():
+    learn = make().profile(flops=True)
+    learn.model.__deepcopy__ = lambda memo: 1/0
+    with pytest.warns(UserWarning, match='no FLOPs were counted: UserError: .*cannot be copied'): learn.fit(1)
+    check(learn, 8, 4)

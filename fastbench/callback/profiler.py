@@ -6,7 +6,7 @@
 __all__ = ['Profiler']
 
 # %% ../../nbs/10_callback.profiler.ipynb #a11a11c9
-import sys
+import sys, warnings
 from contextlib import contextmanager
 
 import torch
@@ -177,7 +177,7 @@ def _end(self:Profiler, interrupted=False):
     w.profile.peaks.append(self._memory.stop())
     if interrupted: w.profile.facts['interrupted'] = w.profile.facts.get('interrupted', 0) + 1
     if self._trace is not None: self._trace = self._trace.write()
-    if self._options['flops'] and not interrupted: w.profile.facts['efficiency'] = _efficiency(self)
+    if self._options['flops'] and not interrupted: self._count()
 
 # %% ../../nbs/10_callback.profiler.ipynb #bc6e61d5
 def _precision(learn):
@@ -198,6 +198,13 @@ def _efficiency(self):
     flops = count_flops(learn.model, learn.loss_func, xb, yb)/len(yb[0] if yb else xb[0])
     peak,reached = matmul_peak(device, precision),flops*samples/step['mean']
     return dict(flops_per_sample=flops, flops_per_second=reached, peak=peak, share=reached/peak, precision=precision)
+
+@patch
+def _count(self:Profiler):
+    "After a fit; what cannot be counted must not fail it"
+    try: self.profile.facts['efficiency'] = _efficiency(self)
+    except Exception as e: warnings.warn(f'no FLOPs were counted: {type(e).__name__}: {e}. The times are not affected; profile without flops=True')
+    self._batch = None
 
 # %% ../../nbs/10_callback.profiler.ipynb #671f4bed
 @patch(as_prop=True)
