@@ -15,11 +15,12 @@ import torch
 from fastai.losses import CrossEntropyLossFlat, LabelSmoothingCrossEntropyFlat
 from fastai.metrics import accuracy
 from fastai.optimizer import SGD, Adam, ranger
-from fastai.torch_core import default_device
+from fastai.torch_core import set_seed
 from torch import nn
 
 from .callback.amp import check_precision
 from .recipe import Recipe, get_recipe
+from .training import find_device
 from .vision.data import vision_dls
 from .vision.learner import timm_learner, xresnet_learner
 
@@ -30,7 +31,7 @@ def seeded(seed:int # For Python, NumPy and PyTorch
     "Seed random numbers for a block, and put them back"
     state = random.getstate(),np.random.get_state()
     with torch.random.fork_rng():
-        random.seed(seed); np.random.seed(seed % 2**32); torch.manual_seed(seed)
+        set_seed(seed)
         try: yield
         finally:
             random.setstate(state[0])
@@ -55,7 +56,7 @@ def bench_learner(recipe:str|Recipe, # A recipe or its name
     ): # A `BenchLearner`: an ordinary fastai Learner, with the recipe as `learn.recipe`
     "The Learner that `recipe` describes"
     r = get_recipe(recipe, **changes)
-    device = torch.device(device) if device is not None else default_device()
+    device = find_device(device)
     check_precision(r.precision, device)
     with seeded(r.seed):
         dls = vision_dls(r.data, r.size, r.bs, workers=r.workers, prefetch=r.prefetch, seed=r.seed, min_scale=r.min_scale, flip=r.flip,

@@ -16,7 +16,9 @@ from fastbench.callback.stamps import TimedLoader
 from fastbench.phases import LEAVES, from_dict
 from fastbench.recipe import UserError, get_recipe, recipes
 from fastbench.record import from_json
-from fastbench.run import find_device, run_recipe
+from fastbench.learner import bench_learner
+from fastbench.run import run_recipe
+from fastbench.training import find_device
 
 SMALL = dict(epochs=1, batches=2, workers=0, bs=32, size=8, sample=.2, device='cpu')
 
@@ -247,6 +249,10 @@ def test_a_device_that_is_not_there(monkeypatch):
     if not torch.backends.mps.is_available():
         with pytest.raises(UserError, match='finds no MPS'): find_device('mps')
     assert find_device('cpu') == torch.device('cpu') and find_device(None).type in ('cpu', 'cuda', 'mps')
+
+
+def test_bench_learner_refuses_a_device_in_one_line():
+    with pytest.raises(UserError, match="device 'tpu' cannot be"): bench_learner('digits-xresnet18', device='tpu')
 
 
 def test_recipes_are_not_changed(run): assert recipes()['digits-xresnet18'].seed == 42 and recipes()['digits-xresnet18'].min_scale is None
