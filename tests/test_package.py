@@ -212,12 +212,6 @@ def test_rooms_import_lower_numbers_only():
     assert not wrong
 
 
-def test_each_room_has_a_number_of_its_own():
-    numbers = list(rooms().values())
-    twice = {o for o in numbers if numbers.count(o) > 1}
-    assert not twice
-
-
 @pytest.mark.parametrize('name', [o for o in TORCH_FREE if f'fastbench.{o}' in rooms()])
 def test_light_rooms_import_nothing_heavy(name):
     out = python(f'import sys, fastbench.{name}; print([o for o in {HEAVY} if o in sys.modules])')
