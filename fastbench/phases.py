@@ -15,9 +15,9 @@ from fastcore.basics import patch
 from .recipe import UserError
 
 # %% ../nbs/01_phases.ipynb #e183e209
-TRAIN = ('draw', 'to_device', 'forward', 'loss', 'backward', 'opt_step', 'zero_grad', 'callbacks', 'unattributed', 'start', 'stop')
-VALID = ('draw', 'to_device', 'predict', 'loss', 'callbacks', 'unattributed', 'start', 'stop')
-BETWEEN = ('callbacks', 'unattributed')
+TRAIN = ('draw', 'to_device', 'forward', 'loss', 'backward', 'opt_step', 'zero_grad', 'callbacks', 'unattributed', 'compile', 'start', 'stop')
+VALID = ('draw', 'to_device', 'predict', 'loss', 'callbacks', 'unattributed', 'compile', 'start', 'stop')
+BETWEEN = ('callbacks', 'unattributed', 'compile')
 LEAVES = dict(train=TRAIN, valid=VALID, between=BETWEEN)
 FIT = ('fit', 'epoch', 'train', 'valid')
 HEAD = ('warmup', 'samples', 'tokens', 'step')  # of a step's row, before its leaves
@@ -160,7 +160,7 @@ def _phase_rows(profile, phase, fit):
         calls,seconds = outside.get(action, (0, 0.))
         dev = stats(device, action) if action in device.columns and len(device) else dict(mean=None, total=None)
         if not s['calls'] and not seconds: return None
-        work = None if action in ('callbacks', 'unattributed') else n_samples
+        work = None if action in BETWEEN else n_samples
         return _row(phase, action, s['calls']+calls, s['total']+seconds, s['mean'], s['std'], fit, work, s['mean'],
                     device_mean=dev['mean'] or None, device_total=dev['total'] or None)
     return [r for r in map(one, (('step',) if len(log) else ()) + LEAVES[phase]) if r]

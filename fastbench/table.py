@@ -163,7 +163,7 @@ def plot_steps(table:list, # Rows, as `phases.rows` makes them
     for y,p in enumerate(phases):
         mean = {r['action']: r['mean'] for r in table if r['phase'] == p and r['mean']}
         left,step = 0.,mean['step']
-        for a in LEAVES[p][:-2]:
+        for a in LEAVES[p][:-3]:
             w = 1e3*mean.get(a, 0.)
             ax.barh(y, w, left=left, color=_colours[a], edgecolor='white', linewidth=.5, height=.6)
             if w > .07*longest: ax.text(left + w/2, y, f'{a}\n{w/10/step:.0f}%', ha='center', va='center', fontsize=8,

@@ -93,7 +93,7 @@ def test_fit_and_columns():
     assert isinstance(learn.profiler.results, pd.DataFrame)
     r = check(learn, 16, 8)
     assert set(r[r.phase == 'fit'].action) == {'fit', 'epoch', 'train', 'valid'}
-    assert set(r[r.phase == 'train'].action) == {'step', *TRAIN} and set(r[r.phase == 'valid'].action) == {'step', *VALID}
+    assert set(r[r.phase == 'train'].action) == {'step', *TRAIN} - {'compile'} and set(r[r.phase == 'valid'].action) == {'step', *VALID} - {'compile'}
     assert value(r, 'fit', 'epoch') == value(r, 'train', 'start') == value(r, 'train', 'stop') == 2
     assert value(r, 'fit', 'fit', 'share') == 1
 
@@ -630,3 +630,39 @@ def test_flops_that_cannot_be_counted_do_not_fail_the_fit():
     learn.model.__deepcopy__ = lambda memo: 1/0
     with pytest.warns(UserWarning, match='no FLOPs were counted: UserError: .*cannot be copied'): learn.fit(1)
     check(learn, 8, 4)
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_compile_time_is_its_own_row():
+    import torch._dynamo
+    clock, learn = manual(make(n=34))
+
+    def backend(graph, _):
+        clock.sleep(50.)
+        return graph
+    learn.model.hook = lambda: clock.sleep(1.)
+    learn.model.lin = torch.compile(learn.model.lin, backend=backend, dynamic=False)
+    learn.fit(1)
+    r = clean(learn)
+    adds_up(r)
+    assert value(r, 'train', 'compile', 'total') == 100 and value(r, 'train', 'compile') == 2, 'the first batch, and the last one: it is smaller'
+    assert pd.isna(value(r, 'train', 'compile', 'mean')) and value(r, 'train', 'forward', 'total') == 9
+    assert value(r, 'train', 'step', 'total') == 109 and value(r, 'train', 'step', 'mean') == 1
+    handler = torch._dynamo.callback.callback_handler
+    assert not handler.start_callbacks and not handler.end_callbacks
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_compilation_that_fails_leaves_no_hook():
+    import torch._dynamo
+    clock, learn = manual(make())
+
+    def backend(graph, _):
+        clock.sleep(50.)
+        raise NotImplementedError
+    learn.model.lin = torch.compile(learn.model.lin, backend=backend)
+    with pytest.raises(Exception): learn.fit(1)
+    assert value(learn.profiler.results, 'train', 'compile', 'total') == 50
+    assert not torch._dynamo.callback.callback_handler.start_callbacks
+    torch._dynamo.reset()

@@ -16,7 +16,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from .ending import forget, when_cut
-from .stamps import DeviceClock, FIRST, LAST, Stopwatch, TimedLoader, UNSCALE, UNSCALED
+from .stamps import COMPILE, DeviceClock, FIRST, LAST, Stopwatch, TimedLoader, UNSCALE, UNSCALED
 from .trace import Trace
 from ..memory import PeakMemory
 from ..flops import count_flops, matmul_peak
@@ -106,10 +106,27 @@ def _outside(self:Profiler, event_name):
     if not self._nested[2]: self._nested,self._live = None,True
 
 # %% ../../nbs/10_callback.profiler.ipynb #d19cec85
-def _compiled():
-    "Graphs that torch.compile has compiled so far"
-    dynamo = sys.modules.get('torch._dynamo.utils')
-    return dynamo.counters['stats']['unique_graphs'] if dynamo else 0
+class _Compiling:
+    "Tells a `Stopwatch` when `torch.compile` works; called, the graphs that it has made so far. torch._dynamo is not imported for it"
+    def __init__(self, watch): self.watch,self.handler = watch,None
+    def __call__(self):
+        dynamo = sys.modules.get('torch._dynamo')
+        if not hasattr(dynamo, 'utils'): return 0
+        if self.handler is None:
+            self.handler = dynamo.callback.callback_handler
+            self.handler.register_start_callback(self.start)
+            self.handler.register_end_callback(self.end)
+        return dynamo.utils.counters['stats']['unique_graphs']
+
+    def start(self, *_): self.watch.interrupt()
+    def end(self, *_):
+        if self.watch.last == COMPILE: self.watch.resume()
+
+    def close(self):
+        if self.handler is None: return
+        for fs,f in ((self.handler.start_callbacks, self.start), (self.handler.end_callbacks, self.end)):
+            if f in fs: fs.remove(f)  # torch._dynamo.reset() forgets them
+        self.handler = None
 
 def _device_clock(device): return DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if device.type == 'cuda' else None
 
@@ -123,9 +140,10 @@ def _begin(self:Profiler):
     device = getattr(learn.dls, 'device', None) or device
     w.device = _device_clock(device)
     w.watchers = tuple(o for o in (w.device, self._trace) if o is not None)
-    w.compiled,self._nested,self._validation = _compiled,None,learn.lock.locked()
+    w.compiled,self._nested,self._validation = _Compiling(w),None,learn.lock.locked()
     self._memory,w.looking,w.look = PeakMemory(device).start(),self._sample,0.
     w.open()
+    w.compiled()
     self._live = True
     if not self._validation: self._arm()
 
@@ -173,6 +191,7 @@ def _end(self:Profiler, interrupted=False):
     self._disarm()
     w = self.watch
     if not w.running: return
+    w.compiled.close()
     w.close()
     w.profile.peaks.append(self._memory.stop())
     if interrupted: w.profile.facts['interrupted'] = w.profile.facts.get('interrupted', 0) + 1
