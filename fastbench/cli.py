@@ -93,6 +93,8 @@ class Precision(str, Enum):
     fp32 = 'fp32'
     fp16 = 'fp16'
     bf16 = 'bf16'
+    half_fp16 = 'half-fp16'
+    half_bf16 = 'half-bf16'
 
 @app.command()
 def run(

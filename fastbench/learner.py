@@ -57,7 +57,8 @@ def bench_learner(recipe:str|Recipe, # A recipe or its name
     "The Learner that `recipe` describes"
     r = get_recipe(recipe, **changes)
     device = find_device(device)
-    check_precision(r.precision, device)
+    half,_,dtype = r.precision.rpartition('-')
+    check_precision(dtype, device)
     with seeded(r.seed):
         dls = vision_dls(r.data, r.size, r.bs, workers=r.workers, prefetch=r.prefetch, seed=r.seed, min_scale=r.min_scale, flip=r.flip,
                          sample=r.sample, device=device, offline=offline)
@@ -66,4 +67,5 @@ def bench_learner(recipe:str|Recipe, # A recipe or its name
         if r.learner == 'timm': learn = timm_learner(dls, r.arch, **common)
         else: learn = xresnet_learner(dls, r.arch, act_cls=_acts[r.act], **common)
     learn.recipe = r
-    return learn if r.precision == 'fp32' else getattr(learn, f'to_{r.precision}')()
+    if half: return learn.to_half(dtype)
+    return learn if dtype == 'fp32' else getattr(learn, f'to_{dtype}')()

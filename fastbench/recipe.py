@@ -65,7 +65,7 @@ class Recipe:
     eps: float|None = _f(_maybe(_real(0, above=True)), "the optimizer's epsilon; None: its default", default=None)
     schedule: str = _f(_one_of('one_cycle', 'flat'), 'learning-rate schedule', default='one_cycle')
     label_smoothing: float = _f(_real(0, 1), 'label smoothing', default=0.)
-    precision: str = _f(_one_of('fp32', 'fp16', 'bf16'), 'precision asked for', default='fp32')
+    precision: str = _f(_one_of('fp32', 'fp16', 'bf16', 'half-fp16', 'half-bf16'), 'precision asked for', default='fp32')
     workers: int|None = _f(_maybe(_whole(0)), 'loader processes; None: min(8, cpus)', default=None)
     prefetch: int = _f(_whole(1), 'batches fetched ahead by each worker', default=2)
     sample: float = _f(_real(0, 1, above=True), 'share of the data used', default=1.)

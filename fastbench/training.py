@@ -8,10 +8,11 @@ __all__ = ['find_device', 'BenchLearner']
 # %% ../nbs/15_training.ipynb #81360b09
 import torch
 from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
-from fastai.learner import Learner
 from fastai.torch_core import default_device
 
 from .callback.amp import MixedPrecision, check_precision
+from .callback.half import HalfPrecision
+from .loop import FastLoop
 from .recipe import UserError
 
 # %% ../nbs/15_training.ipynb #6f02ba00
@@ -29,7 +30,7 @@ def find_device(device=None # As torch writes it: 'cpu', 'cuda', 'cuda:1', 'mps'
     return d
 
 # %% ../nbs/15_training.ipynb #b99e36a1
-class BenchLearner(Learner):
+class BenchLearner(FastLoop):
     "A `Learner` whose precision is what it says"
     @property
     def device(self): # Where it trains
@@ -38,10 +39,10 @@ class BenchLearner(Learner):
         return d if d is not None else next(self.model.parameters()).device
 
     @property
-    def precision(self): # fp32, fp16 or bf16
+    def precision(self): # fp32, fp16, bf16 (mixed), half-fp16 or half-bf16 (weights as well)
         "The precision in effect"
         amp = next((cb for cb in self.cbs if isinstance(cb, MixedPrecision)), None)
-        return 'fp32' if amp is None else amp.amp_mode.value
+        return 'fp32' if amp is None else ('half-' if isinstance(amp, HalfPrecision) else '') + amp.amp_mode.value
 
     def _to(self, precision, allow_emulation=False, **kwargs):
         check_precision(precision, torch.device(self.device), allow_emulation)
@@ -54,6 +55,12 @@ class BenchLearner(Learner):
     def to_bf16(self, **kwargs): # allow_emulation: also on a device that only emulates it
         "Mixed precision in bfloat16"
         return self._to('bf16', **kwargs)
+
+    def to_half(self, dtype='bf16', **kwargs): # 'bf16' or 'fp16'; loss_scale, clip and more: see `HalfPrecision`
+        "Weights and activations in 16 bits; batch norm, optimizer and loss in fp32"
+        cb = HalfPrecision(dtype, **kwargs)
+        check_precision(cb.amp_mode.value, torch.device(self.device), cb.allow_emulation)
+        return self.to_fp32().add_cb(cb)
 
     def to_fp32(self):
         "Single precision"
