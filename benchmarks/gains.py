@@ -53,10 +53,10 @@ def _ema(learn):
     from fastbench.callback.ema import EMACallback
     learn.add_cb(EMACallback(.99))
 
-def _opt(**kwargs):
+def _opt(impl):
     def f(learn):
-        from fastbench import optimizer
-        learn.opt_func, learn.opt = optimizer.torch_opt(learn.opt_func, **kwargs), None
+        from fastbench.optimizer import torch_opt
+        learn.opt_func, learn.opt = torch_opt(learn.recipe.opt, impl, **(dict(mom=.9) if learn.recipe.opt == 'sgd' else {})), None
     return f
 
 CHANGES = {
@@ -67,8 +67,8 @@ CHANGES = {
     'fp16': dict(precision='fp16'),
     'to-half-bf16': lambda learn: learn.to_half('bf16'),
     'to-half-fp16': lambda learn: learn.to_half('fp16'),
-    'fused': _opt(fused=True),
-    'foreach': _opt(foreach=True),
+    'fused': _opt('fused'),
+    'foreach': _opt('foreach'),
     'ema': _ema,
     'checkpointing': _checkpointing,
 }

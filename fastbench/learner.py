@@ -19,7 +19,8 @@ from fastai.torch_core import set_seed
 from torch import nn
 
 from .callback.amp import check_precision
-from .recipe import Recipe, get_recipe
+from .optimizer import torch_opt
+from .recipe import Recipe, UserError, get_recipe
 from .training import find_device
 from .vision.data import vision_dls
 from .vision.learner import timm_learner, xresnet_learner
@@ -40,9 +41,11 @@ def seeded(seed:int # For Python, NumPy and PyTorch
 # %% ../nbs/35_learner.ipynb #9887e661
 _acts = dict(relu=nn.ReLU, mish=nn.Mish, swish=nn.SiLU)
 _opts = dict(adam=partial(Adam, decouple_wd=False), adamw=Adam, sgd=partial(SGD, mom=.9), ranger=ranger)
+_opts |= {f'{impl}_{o}': torch_opt(o, impl, **(dict(mom=.9) if o == 'sgd' else {})) for impl in ('fused', 'foreach') for o in ('adam', 'adamw', 'sgd')}
 
 def _opt_func(recipe):
     opt = _opts[recipe.opt]
+    if recipe.eps is not None and recipe.opt.endswith('sgd'): raise UserError(f'eps={recipe.eps!r} cannot be: {recipe.opt} has no eps; leave it None')
     return partial(opt, eps=recipe.eps) if recipe.eps is not None else opt
 
 def _loss_func(recipe):

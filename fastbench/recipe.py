@@ -61,7 +61,8 @@ class Recipe:
     epochs: int = _f(_whole(1), 'epochs', default=1)
     lr: float = _f(_real(0, above=True), 'learning rate, the peak of one-cycle', default=3e-3)
     wd: float|None = _f(_maybe(_real(0)), "weight decay; None: the optimizer's default", default=None)
-    opt: str = _f(_one_of('adam', 'adamw', 'sgd', 'ranger'), 'optimizer', default='adam')
+    opt: str = _f(_one_of('adam', 'adamw', 'sgd', 'ranger', 'fused_adam', 'fused_adamw', 'fused_sgd', 'foreach_adam', 'foreach_adamw', 'foreach_sgd'),
+                  'optimizer', default='adam')
     eps: float|None = _f(_maybe(_real(0, above=True)), "the optimizer's epsilon; None: its default", default=None)
     schedule: str = _f(_one_of('one_cycle', 'flat'), 'learning-rate schedule', default='one_cycle')
     label_smoothing: float = _f(_real(0, 1), 'label smoothing', default=0.)
