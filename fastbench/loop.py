@@ -29,7 +29,7 @@ def _whole(cb): return type(cb).__call__ is not Callback.__call__ or hasattr(typ
 class _Listeners(dict):
     "Event of a batch -> the callbacks that listen, in order, each with whether it is to be called as a whole"
     def __init__(self, learn):
-        self.cbs,self.orders = list(learn.cbs),[o.order for o in learn.cbs]
+        self.cbs,self.orders,self.sizes = list(learn.cbs),[o.order for o in learn.cbs],[len(vars(o)) for o in learn.cbs]
         cbs = [(cb, _whole(cb)) for cb in learn.cbs.sorted('order') if not getattr(type(cb), 'by_stamps', False)]
         for name in _events:
             shared = hasattr(learn, name)  # of the Learner or the model: every callback passes it for its own
@@ -38,6 +38,9 @@ class _Listeners(dict):
     def hold(self, learn):
         cbs = learn.cbs.items
         return self.cbs == cbs and self.orders == [o.order for o in cbs]
+
+    def quiet(self): # No callback got an attribute, which could be a method?
+        return self.sizes == [len(vars(o)) for o in self.cbs]
 
 # %% ../nbs/14_loop.ipynb #c24d2945
 _cancel = (CancelBatchException, CancelBackwardException, CancelEpochException, CancelFitException, CancelStepException, CancelTrainException,
@@ -66,8 +69,9 @@ class FastLoop(Learner):
         if stamp is not None: stamp(LAST[event_name])
 
     def _outside(self, event_name):
-        self._listeners = {}
         super().__call__(event_name)
+        self._check()
+        if self._listeners and not self._listeners.quiet(): self._listeners = {}
 
     def _look(self):
         self._listeners = _Listeners(self)
@@ -186,7 +190,7 @@ class SmoothLoss(AvgSmoothLoss):
     @property
     def val(self): return self._val if self.steps else torch.tensor(0.)
     @property
-    def value(self): return self.steps[-1]
+    def value(self): return self.steps[-1] if self.count else torch.tensor(torch.nan)
 
 # %% ../nbs/14_loop.ipynb #1ddd12e9
 class LeanLoss(AvgLoss):

@@ -20,10 +20,17 @@ from torch.utils.data import DataLoader as TorchDataLoader, TensorDataset
 import fastbench.callback.profiler as profiler_module
 from fastbench.callback.profiler import Profiler
 from fastbench.callback.stamps import DRAW, EVENTS, FIRST, LAST, DeviceClock, ManualClock, Stopwatch, TimedLoader
+from fastbench.loop import FastLoop
 from fastbench.phases import TRAIN, VALID, rows
 
 CANCELS = [CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
            CancelTrainException, CancelValidException]
+
+
+@pytest.fixture(autouse=True, params=[Learner, FastLoop])
+def loop(request, monkeypatch):
+    "Everything holds on fastai's own loop and on ours"
+    monkeypatch.setitem(globals(), 'learner_class', request.param)
 
 
 class Net(nn.Module):
@@ -46,7 +53,7 @@ def items(n): return [(torch.randn(8), i % 3) for i in range(n)]
 def make(n=32, n_valid=16, bs=4, workers=0, cbs=None, dls=None, **kwargs):
     torch.manual_seed(0)
     dls = dls or DataLoaders(DataLoader(items(n), bs=bs, shuffle=True, num_workers=workers), DataLoader(items(n_valid), bs=bs, num_workers=workers))
-    learn = Learner(dls, Net(), loss_func=loss_func, metrics=accuracy, cbs=cbs, **kwargs)
+    learn = learner_class(dls, Net(), loss_func=loss_func, metrics=accuracy, cbs=cbs, **kwargs)
     learn.logger = lambda *_: None
     if hasattr(learn, 'progress'): learn.remove_cb(learn.progress)
     return learn.profile()
@@ -476,6 +483,7 @@ class FakeEvent:
 def test_device_clock_never_waits_while_training(monkeypatch):
     monkeypatch.setattr(profiler_module, '_device_clock', lambda device: DeviceClock(FakeEvent))
     monkeypatch.setattr(FakeEvent, 'query', FakeEvent.query)
+    FakeEvent.waits = 0
     learn, waits = make(), []
     for name in ('synchronize', 'current_stream'):
         monkeypatch.setattr(torch.cuda, name, lambda *a, **k: pytest.fail('the profiler synchronised'))

@@ -26,7 +26,7 @@ from ..table import Table, frame, show as show_table
 # %% ../../nbs/10_callback.profiler.ipynb #00b58e5d
 class _Last(Callback):
     "Comes last at every event; on the Learner only during a fit"
-    order = float('inf')
+    order,by_stamps = float('inf'),True
     def __init__(self, profiler): self._profiler,self._mark,self.learn = profiler,profiler.watch.mark,profiler.learn
     def __call__(self, event_name):
         if self._profiler._nested: return self._profiler._outside(event_name)
@@ -46,7 +46,7 @@ class _Unscaling(Callback):
 # %% ../../nbs/10_callback.profiler.ipynb #f11a779e
 class Profiler(Callback):
     "Measures where the time of a fit goes; `results` is the table"
-    order,_learn,_edges,_nested,_live,_validation = float('-inf'),None,(),None,False,False
+    order,by_stamps,_learn,_edges,_nested,_clock,_validation = float('-inf'),True,None,(),None,None,False
     def __init__(self,
         trace=None, # File for a Chrome/Perfetto trace of a few steps of the first fit
         trace_steps:int=10, # Steps in it
@@ -71,8 +71,15 @@ class Profiler(Callback):
         if v is None and self._learn is not None: self._end()
         self._learn = v
 
+    @property
+    def _live(self): return self._clock is not None
+    @_live.setter
+    def _live(self, v):
+        self._clock = self.watch.mark if v else None
+        if hasattr(type(self._learn), '_stamp'): self._learn._stamp = self._clock  # a FastLoop
+
     def __call__(self, event_name):
-        if self._live and event_name not in _rare: self.watch.mark(FIRST[event_name])
+        if self._clock and event_name not in _rare: self._clock(FIRST[event_name])
         else: self._rarely(event_name)
 
     def _rarely(self, event_name):

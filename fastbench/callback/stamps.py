@@ -57,7 +57,7 @@ class Stopwatch:
         on(self._leave, LAST['after_train'], LAST['after_validate'], FIRST['after_cancel_epoch'], FIRST['after_epoch'])
         on(self._end_epoch, LAST['after_epoch'], FIRST['after_cancel_fit'], FIRST['after_fit'])
         on(self._begin_step, DRAW)
-        on(self._complete, FIRST['after_batch'])
+        on(self._complete, FIRST['after_batch'], LAST['after_batch'])
         on(self._end_step, END, CLOSE)
 
     def mark(self, m:int # Which mark was passed
