@@ -7,10 +7,13 @@ __all__ = ['find_device', 'BenchLearner']
 
 # %% ../nbs/15_training.ipynb #81360b09
 import torch
+from fastai.callback.channelslast import ChannelsLast as FastaiChannelsLast
 from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
 from fastai.torch_core import default_device
 
 from .callback.amp import MixedPrecision, check_precision
+from .callback.channelslast import ChannelsLast
+from .callback.compiling import Compile
 from .callback.half import HalfPrecision
 from .loop import FastLoop
 from .recipe import UserError
@@ -65,3 +68,17 @@ class BenchLearner(FastLoop):
     def to_fp32(self):
         "Single precision"
         return self.remove_cb(FastaiMixedPrecision)
+
+    def to_channelslast(self, use_amp=False, amp_mode='fp16', **kwargs): # use_amp: mixed precision as well, in `amp_mode`
+        "Convolutions in channels-last layout while it trains"
+        if use_amp: self._to(amp_mode, **kwargs)
+        return self.remove_cb(FastaiChannelsLast).add_cb(ChannelsLast())
+
+    def to_contiguous(self, to_fp32=False): # to_fp32: no mixed precision either
+        "PyTorch's usual memory layout"
+        if to_fp32: self.to_fp32()
+        return self.remove_cb(FastaiChannelsLast)
+
+    def compile(self, mode=None, dynamic=None, fullgraph=False, backend='inductor', predictions=False): # as for `Compile`
+        "Run the model through `torch.compile` while it trains; `remove_cb(Compile)` takes it off"
+        return self.remove_cb(Compile).add_cb(Compile(mode, dynamic, fullgraph, backend, predictions))

@@ -34,7 +34,7 @@ def lay(p, # A parameter
     "Change the memory layout of `p`, its gradient and its optimizer state; values and identity stay"
     p.data = _lay(p.data, strides)
     if p.grad is not None: p.grad = _lay(p.grad, strides)
-    state = getattr(opt, 'opt', opt).state.get(p, {}) if opt is not None else {}  # an `OptimWrapper` holds torch's optimizer
+    state = (getattr(opt, 'opt', None) or opt).state.get(p, {}) if opt is not None else {}  # some hold one of torch's
     for k,v in state.items():
         if isinstance(v, torch.Tensor) and v.shape == p.shape: state[k] = _lay(v, strides)
 
