@@ -2,6 +2,7 @@
 import shutil
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from fastai.callback.core import Callback, CancelFitException, CancelStepException, CancelTrainException, CancelValidException, TrainEvalCallback
@@ -9,7 +10,7 @@ from fastai.callback.schedule import Learner  # noqa: F401  (adds fit_one_cycle,
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders, Datasets
 from fastai.data.load import DataLoader
-from fastai.learner import load_learner
+from fastai.learner import Metric, load_learner
 from fastai.metrics import accuracy
 from fastai.optimizer import OptimWrapper
 from fastai.torch_core import TensorImage
@@ -17,9 +18,11 @@ from torch import nn
 
 from fastbench.callback.amp import MixedPrecision
 from fastbench.callback.channelslast import ChannelsLast, conv_weights
+from fastbench.callback.checkpointing import GradientCheckpointing
 from fastbench.callback.compiling import Compile
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.half import HalfPrecision
+from fastbench.callback.target import TimeToAccuracy
 from fastbench.recipe import UserError
 from fastbench.training import BenchLearner
 
@@ -329,3 +332,178 @@ def test_no_compiler_is_one_line():
         learn = make(Compile())
         with pytest.raises(UserError, match=r'C\+\+ compiler'): learn.fit(1)
     assert learn.model._compiled_call_impl is None
+
+
+# --- gradient checkpointing
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.drop, self.n = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Dropout(.1), 0
+
+    def forward(self, x):
+        self.n += 1
+        return x + self.drop(self.bn(self.conv(x)).relu())
+
+
+def stack(n=3): return nn.Sequential(nn.Sequential(*(Block() for _ in range(n))), nn.Flatten(), nn.Linear(192, 3))
+
+
+def checkpointed(learn): return [o for o in learn.model.modules() if 'forward' in vars(o)]
+
+
+@pytest.mark.parametrize('cb', [lambda: None, lambda: MixedPrecision('bf16', True), lambda: HalfPrecision('bf16', allow_emulation=True), lambda: EMACallback(.5),
+                                lambda: GradientAccumulation(16), lambda: ChannelsLast(), lambda: Compile(backend='eager')],
+                         ids=['alone', 'amp', 'half', 'ema', 'accumulation', 'channels-last', 'compile'])
+def test_checkpointing_is_bit_for_bit(cb):
+    torch.manual_seed(0)
+    plain, learn = (make(*[o for o in (cb(),) if o], *cbs, model=stack()) for cbs in ((), (GradientCheckpointing(),)))
+    learn.model.load_state_dict(plain.model.state_dict())
+    fit(plain, learn, epochs=2)
+    for a, b in zip(plain.model.state_dict().values(), learn.model.state_dict().values()): assert torch.equal(a, b)
+    assert not checkpointed(learn)
+
+
+@pytest.mark.parametrize('where', ENDS)
+def test_checkpointing_ends_with_the_fit(where):
+    learn = make(GradientCheckpointing(), model=stack())
+    if where == 'forward': learn.model[1].register_forward_hook(raises(KeyboardInterrupt('stop')))
+    else: ENDS[where](learn, KeyboardInterrupt('stop'))
+    with pytest.raises(KeyboardInterrupt): learn.fit(1)
+    assert not checkpointed(learn)
+
+
+@pytest.mark.parametrize('kw,n', [({}, 4), (dict(every=2), 2), (dict(modules=nn.BatchNorm2d), 4), (dict(modules=lambda m: isinstance(m, Block)), 4),
+                                  (dict(modules=[Block, nn.Conv2d]), 4)])
+def test_which_blocks(kw, n):
+    seen = []
+    learn = make(GradientCheckpointing(**kw), model=stack(4))
+    learn.add_cb(At('after_pred', lambda: seen.append(len(checkpointed(learn)))))
+    learn.fit(1)
+    assert set(seen) == {n}
+
+
+def test_a_failing_recomputation_leaves_the_statistics():
+    learn = make(GradientCheckpointing(), model=stack(2), n=8)
+
+    def fails(*_):
+        if learn.model[0][0].n == 2: raise KeyboardInterrupt('stop')
+    bn = learn.model[0][0].bn
+    bn.register_forward_pre_hook(fails)
+    mean = bn.running_mean
+    with pytest.raises(KeyboardInterrupt): learn.fit(1)
+    assert bn.num_batches_tracked == 1 and bn.running_mean is mean
+
+
+@pytest.mark.parametrize('kind', ['timm', 'transformers'])
+def test_the_models_own_switch(kind):
+    if kind == 'timm':
+        timm = pytest.importorskip('timm')
+        m = timm.create_model('vit_tiny_patch16_224', img_size=32, num_classes=3)
+        def on(): return m.grad_checkpointing
+    else:
+        t = pytest.importorskip('transformers')
+        m = t.BertForSequenceClassification(t.BertConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=20))
+        def on(): return m.is_gradient_checkpointing
+    cb = GradientCheckpointing()
+    learn = make(cb, model=m)
+    cb._since = False
+    cb.switch_on()
+    assert on() and not checkpointed(learn)
+    cb._off()
+    assert not on()
+
+
+def test_nothing_to_checkpoint():
+    with pytest.raises(UserError, match='no repeated blocks'): make(GradientCheckpointing()).fit(1)
+    with pytest.raises(UserError, match='every=0'): GradientCheckpointing(0)
+
+
+# --- time to accuracy
+
+class Fixed(Metric):
+    "Values that are known beforehand"
+    def __init__(self, values): self._values, self._n = values, -1
+    def reset(self): pass
+    def accumulate(self, learn): pass
+    @property
+    def value(self): return self._values[self.learn_epoch()]
+    @property
+    def name(self): return 'score'
+
+
+def timed(values, target, n=None, **kwargs):
+    lines, cb = [], None
+    metric = Fixed(values)
+    cb = TimeToAccuracy(target, 'score', tell=lines.append, **kwargs)
+    learn = make(cb, metrics=metric)
+    metric.learn_epoch = lambda: learn.epoch
+    learn.fit(n or len(values))
+    return cb, lines, learn
+
+
+def test_target_ends_the_fit():
+    cb, lines, learn = timed([.1, .5, .9, .95], .9)
+    assert (cb.reached, cb.epochs, cb.best) == (.9, 3, .9) and [o[2] for o in cb.history] == [.1, .5, .9]
+    assert len(learn.recorder.losses) == 12 and len(lines) == 1 and 'reached 0.9' in lines[0]
+    assert 0 < cb.seconds < cb.total_seconds and [o[1] for o in cb.history] == sorted(o[1] for o in cb.history)
+
+
+def test_target_with_less_is_better():
+    cb, _, _ = timed([.5, .2, .3], .2, comp=np.less)
+    assert (cb.reached, cb.epochs) == (.2, 2)
+    learn = make(TimeToAccuracy(100., 'valid_loss', tell=nothing_of))
+    learn.fit(2)
+    assert learn.time_to_accuracy.epochs == 1
+
+
+def nothing_of(_): pass
+
+
+def test_target_never_reached():
+    cb, lines, _ = timed([.1, float('nan'), .3], .9)
+    assert cb.reached is None and cb.seconds is None and cb.best == .3 and len(cb.history) == 3
+    assert lines == ['score never reached 0.9 in 3 epochs: 0.3 at best']
+    cb, lines, _ = timed([float('nan')], .9)
+    assert cb.best is None and lines == ['score never reached 0.9 in 1 epoch: no value at all']
+
+
+def test_target_that_cannot_be():
+    learn = make(TimeToAccuracy(.9, 'acuracy'), metrics=accuracy)
+    before = [p.clone() for p in learn.model.parameters()]
+    with pytest.raises(UserError, match="did you mean 'accuracy'.*Known: accuracy, valid_loss"): learn.fit(1)
+    assert all(torch.equal(a, b) for a, b in zip(before, learn.model.parameters()))
+    for o in (None, float('nan'), '94%'):
+        with pytest.raises(UserError, match='target='): TimeToAccuracy(o)
+
+
+def test_target_in_odd_fits():
+    learn = make(TimeToAccuracy(2., tell=nothing_of), metrics=accuracy)
+    learn.validate()
+    assert learn.time_to_accuracy.history == []
+
+    def cancel():
+        if not learn.training: raise CancelValidException
+    cb = At('before_batch', cancel)
+    learn.add_cb(cb)
+    learn.fit(1)
+    assert np.isnan(learn.time_to_accuracy.history[0][2])
+    learn.remove_cb(cb)
+    class Inner(Callback):
+        def after_train(self): self.learn.validate()
+    learn.add_cb(Inner())
+    learn.fit(2)
+    assert [o[0] for o in learn.time_to_accuracy.history] == [0, 1]
+    learn.add_cb(At('after_pred', raises(KeyboardInterrupt('stop'))))
+    with pytest.raises(KeyboardInterrupt): learn.fit(1)
+    learn = make(TimeToAccuracy(.5, tell=nothing_of), metrics=accuracy, n_valid=0)
+    learn.fit(1)
+    assert learn.time_to_accuracy.reached is None
+
+
+@pytest.mark.parametrize('cls', [Learner, BenchLearner])
+def test_target_on_both_learners(cls):
+    learn = make(TimeToAccuracy(.01, tell=nothing_of), metrics=accuracy, cls=cls)
+    learn.fit(3)
+    t = learn.time_to_accuracy
+    assert t.epochs == 1 and t.reached == pytest.approx(learn.recorder.values[0][-1])
