@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['UserError', 'unknown', 'Recipe', 'but', 'register', 'register_suite', 'recipes', 'suites', 'published', 'get_recipe',
-           'expand']
+           'expand', 'Rung', 'Ladder', 'register_ladder', 'ladders', 'get_ladder']
 
 # %% ../nbs/00_recipe.ipynb #424aa392
 from dataclasses import dataclass, field, fields, replace
@@ -41,6 +41,14 @@ def _real(lo, hi=inf, above=False):
     def f(v): return float(_check(_is(v, Real) and isfinite(v) and (v > lo if above else v >= lo) and v <= hi, v))
     return f, f"a number {'above' if above else 'from'} {lo}" + (f' to {hi}' if hi < inf else '')
 
+def _or(word, rule): return lambda v: v if v == word else rule[0](v), f'{rule[1]}, or {word}'
+
+def _pairs():
+    def f(v):
+        v = tuple(tuple(map(float, o)) for o in _check(isinstance(v, (tuple, list)) and len(v) > 1 and all(len(o) == 2 for o in v), v))
+        return _check(v[0][0] == 0 and v[-1][0] == 1 and all(a[0] < b[0] for a,b in zip(v, v[1:])) and all(0 <= y for _,y in v), v)
+    return f, 'pairs of (share of the fit, share of lr), the first at 0, the last at 1'
+
 def _maybe(rule): return lambda v: None if v is None else rule[0](v), f'{rule[1]}, or None'
 
 def _f(rule, about, **kwargs): return field(metadata=dict(rule=rule, about=about), **kwargs)
@@ -51,22 +59,37 @@ class Recipe:
     "An experiment: names and numbers, validated, immutable"
     name: str = _f(_text(), 'how it is called')
     about: str = _f(_string(), 'one sentence', default='')
-    learner: str = _f(_one_of('xresnet', 'timm'), 'which factory builds the Learner', default='xresnet')
+    learner: str = _f(_one_of('xresnet', 'timm', 'torchvision', 'small'), 'which factory builds the Learner', default='xresnet')
     arch: str = _f(_text(), 'architecture, as the factory knows it', default='xresnet18')
-    act: str = _f(_one_of('relu', 'mish', 'swish'), 'activation (xresnet)', default='relu')
+    act: str = _f(_one_of('relu', 'mish', 'swish', 'celu'), 'activation (xresnet, small)', default='relu')
     pretrained: bool = _f(_yes_no(), 'start from published weights', default=False)
     data: str = _f(_text(), "data source, or 'auto'", default='digits')
+    split: str = _f(_one_of('own', 'pooled'), "validation: the data's own, or 20% of training and validation pooled", default='own')
     size: int|None = _f(_maybe(_whole(1)), 'image side in pixels; None: as the source has it', default=None)
-    bs: int = _f(_whole(1), 'samples per batch', default=64)
+    bs: int|str = _f(_or('largest', _whole(1)), 'samples per batch', default=64)
+    memory: str|None = _f(_maybe(_text()), "limit that the largest batch keeps to, as in '4GB'; None: what the device has", default=None)
     epochs: int = _f(_whole(1), 'epochs', default=1)
     lr: float = _f(_real(0, above=True), 'learning rate, the peak of one-cycle', default=3e-3)
     wd: float|None = _f(_maybe(_real(0)), "weight decay; None: the optimizer's default", default=None)
-    opt: str = _f(_one_of('adam', 'adamw', 'sgd', 'ranger', 'fused_adam', 'fused_adamw', 'fused_sgd', 'foreach_adam', 'foreach_adamw', 'foreach_sgd'),
+    opt: str = _f(_one_of('adam', 'adamw', 'sgd', 'ranger', 'fused_adam', 'fused_adamw', 'fused_sgd', 'foreach_adam', 'foreach_adamw', 'foreach_sgd',
+                          'nesterov', 'muon'),
                   'optimizer', default='adam')
     eps: float|None = _f(_maybe(_real(0, above=True)), "the optimizer's epsilon; None: its default", default=None)
-    schedule: str = _f(_one_of('one_cycle', 'flat'), 'learning-rate schedule', default='one_cycle')
+    schedule: str = _f(_one_of('one_cycle', 'flat', 'linear'), 'learning-rate schedule; linear goes by knots', default='one_cycle')
+    knots: tuple = _f(_pairs(), 'a piecewise linear schedule', default=((0, 1), (1, 0)))
     label_smoothing: float = _f(_real(0, 1), 'label smoothing', default=0.)
-    precision: str = _f(_one_of('fp32', 'fp16', 'bf16', 'half-fp16', 'half-bf16'), 'precision asked for', default='fp32')
+    precision: str = _f(_one_of('fp32', 'fp16', 'bf16', 'mixed', 'half-fp16', 'half-bf16', 'half'),
+                        'precision asked for; mixed and half: fp16 on a GPU, bf16 elsewhere', default='fp32')
+    channels_last: bool = _f(_yes_no(), 'channels-last memory format', default=False)
+    compile: bool = _f(_yes_no(), 'torch.compile', default=False)
+    norm: int|None = _f(_maybe(_whole(2)), 'samples in a ghost batch of batch norm (small); None: the whole batch', default=None)
+    whiten: bool = _f(_yes_no(), 'first convolution whitens the patches of the data (small)', default=False)
+    ema: float|None = _f(_maybe(_real(0, 1)), 'decay of averaged weights; None: not averaged', default=None)
+    tta: bool = _f(_yes_no(), 'predict the mean of an image and its mirror image', default=False)
+    augment: str = _f(_one_of('auto', 'items', 'once', 'bulk', 'batch'), 'where augmentation happens: see vision.augment; auto: as suits the data', default='auto')
+    pad: int = _f(_whole(0), 'pixels of reflection around an image before a random crop', default=0)
+    cutout: int = _f(_whole(0), 'side of the square that is blanked, in pixels', default=0)
+    target: float|None = _f(_maybe(_real(0, 1, above=True)), 'validation accuracy that ends the training; None: train all epochs', default=None)
     workers: int|None = _f(_maybe(_whole(0)), 'loader processes; None: min(8, cpus)', default=None)
     prefetch: int = _f(_whole(1), 'batches fetched ahead by each worker', default=2)
     sample: float = _f(_real(0, 1, above=True), 'share of the data used', default=1.)
@@ -94,21 +117,23 @@ def but(recipe:Recipe, # Where to start
     return replace(recipe, **changes)
 
 # %% ../nbs/00_recipe.ipynb #fc950f33
-_registry, _suites, _published = {}, {}, {}
+_registry, _suites, _published, _variants, _ladders = {}, {}, {}, {}, {}
 
 def register(recipe:Recipe, # What to add
-             published=(), # Figures of its authors: (machine, precision, seconds of the whole fit)
+             published=(), # Figures of its authors: (machine, precision, seconds of the whole fit, accuracy)
     )->Recipe: # `recipe`
     "Make `recipe` known by its name"
     if recipe.name in _registry or recipe.name in _suites: raise UserError(f'{recipe.name!r} is registered already: choose another name')
-    _registry[recipe.name],_published[recipe.name] = recipe,[dict(zip(('machine', 'precision', 'seconds'), o)) for o in published]
+    _registry[recipe.name],_published[recipe.name] = recipe,[dict(zip(('machine', 'precision', 'seconds', 'accuracy'), o)) for o in published]
     return recipe
 
 def register_suite(name:str, # How it is called
-                   *names:str): # Recipes, in order
+                   *names:str, # Recipes, in order
+                   variants=({},), # Changes; each recipe is trained once with each
+    ):
     "Make a suite, a named list of recipes, known"
     if name in _registry or name in _suites: raise UserError(f'{name!r} is registered already: choose another name')
-    _suites[name] = tuple(get_recipe(o).name for o in names)
+    _suites[name],_variants[name] = tuple(get_recipe(o).name for o in names),tuple(variants)
 
 def recipes()->dict: # Name -> `Recipe`
     "All registered recipes"
@@ -119,7 +144,7 @@ def suites()->dict: # Name -> names of recipes
     return dict(_suites)
 
 def published(name:str # A recipe's name
-    )->list: # Dicts of machine, precision, seconds
+    )->list: # Dicts of machine, precision, seconds, accuracy (a share) where it was told
     "What a recipe's authors measured"
     return list(_published.get(name, ()))
 
@@ -140,7 +165,7 @@ def expand(names # Names of recipes and suites, mixed
     known = {**_suites, **_registry}
     for o in names:
         if o not in known: raise UserError(unknown('recipe or suite', o, list(known)))
-    return [get_recipe(r) for o in names for r in _suites.get(o, (o,))]
+    return [get_recipe(r, **v) for o in names for r in _suites.get(o, (o,)) for v in _variants.get(o, ({},))]
 
 # %% ../nbs/00_recipe.ipynb #424860cd
 register(Recipe('digits-xresnet18', "scikit-learn's scanned digits: real, tiny, always there", data='digits', size=32, bs=64, epochs=4))
@@ -162,5 +187,79 @@ register(Recipe('imagenette-xse_resnext50', 'XSE-ResNeXt50 with Mish at 256 px',
 register(Recipe('imagenette-timm_resnet50', "timm's resnet50 at 256 px, AdamW, label smoothing", learner='timm', arch='resnet50', size=256,
     opt='adamw', eps=1e-5, label_smoothing=.1, **_imagenette))
 
+_cifar100 = dict(learner='torchvision', data='cifar100', split='pooled', size=224, epochs=30, lr=3e-3, pretrained=True, workers=4)
+for n,bs,figures in [
+    (18, 408, [('2080Ti', 'fp32', 1692, .7885), ('2080Ti', 'fp16', 1708, .7665), ('1080Ti', 'fp32', 2126, .7980), ('1080Ti', 'fp16', 2048, .7767)]),
+    (34, 248, [('2080Ti', 'fp32', 2377, .8172), ('2080Ti', 'fp16', 1933, .8121), ('1080Ti', 'fp32', 3079, .8198), ('1080Ti', 'fp16', 2654, .8183)]),
+    (50, 98, [('2080Ti', 'fp32', 4578, .8393), ('2080Ti', 'fp16', 3218, .8320), ('1080Ti', 'fp32', 6322, .8364), ('1080Ti', 'fp16', 5092, .8364)]),
+    (101, 64, [('2080Ti', 'fp32', 7318, .8598), ('2080Ti', 'fp16', 4952, .8568), ('1080Ti', 'fp32', 9387, .8636), ('1080Ti', 'fp16', 7680, .8654)]),
+    (152, 48, [('2080Ti', 'fp32', 10707, .8631), ('2080Ti', 'fp16', 6681, .8668)])]:
+    register(Recipe(f'cifar100-resnet{n}', f"torchvision's ResNet-{n} on CIFAR-100 at 224 px, body frozen", arch=f'resnet{n}', bs=bs, **_cifar100), figures)
+
 register_suite('quick', 'digits-xresnet18', 'photos-xresnet18')
 register_suite('colab', 'imagenette-xse_resnet50', 'imagenette-xresnet18', 'imagenette-xse_resnext50', 'imagenette-timm_resnet50')
+register_suite('fp16', *(f'cifar100-resnet{n}' for n in (18, 34, 50, 101, 152)),
+    variants=[dict(precision='fp32'), dict(precision='mixed'), dict(precision='fp32', bs='largest'), dict(precision='mixed', bs='largest')])
+
+# %% ../nbs/00_recipe.ipynb #79065245
+@dataclass(frozen=True)
+class Rung:
+    "A named change of a recipe"
+    name: str # How it is called: `bigger-batch`
+    about: str # What was changed, in a few words
+    changes: dict # New values of the recipe's fields
+    seconds: float|None = None # What its author measured
+    accuracy: float|None = None # Share of the validation set, likewise
+
+@dataclass(frozen=True)
+class Ladder:
+    "A recipe and what was changed, one after another"
+    name: str # How it is called
+    about: str # One sentence, the machine of the published figures in it
+    rungs: tuple # `Rung`s; the first is where it starts
+
+    def recipes(self, **changes)->list: # One recipe a rung, each with all changes up to it
+        "The recipes of the rungs, with `changes` in all of them"
+        return [get_recipe(f'{self.name}-{o.name}', **changes) for o in self.rungs]
+
+def register_ladder(base:Recipe, # Where it starts; its name is the ladder's
+                    *rungs:Rung, # In order
+    )->Ladder:
+    "Make a ladder, the recipes of its rungs and the suite of them known"
+    recipe = base
+    for o in rungs:
+        recipe = but(recipe, name=f'{base.name}-{o.name}', about=o.about, **o.changes)
+        register(recipe)
+    register_suite(base.name, *(f'{base.name}-{o.name}' for o in rungs))
+    _ladders[base.name] = Ladder(base.name, base.about, rungs)
+    return _ladders[base.name]
+
+def ladders()->dict: # Name -> `Ladder`
+    "All registered ladders"
+    return dict(_ladders)
+
+def get_ladder(name:str)->Ladder:
+    "A ladder by name"
+    if name not in _ladders: raise UserError(unknown('ladder', name, list(_ladders)))
+    return _ladders[name]
+
+# %% ../nbs/00_recipe.ipynb #7ce6ccbe
+def _knots(epochs, values): return tuple((e/epochs[-1], v/max(values)) for e,v in zip(epochs, values))
+
+register_ladder(
+    Recipe('dawn', 'CIFAR-10 to 94%, one line after another; published on one V100', learner='small', arch='resnet18-kinked', data='cifar10', size=32, bs=128,
+           epochs=35, lr=.1, wd=5e-4, opt='nesterov', schedule='linear', knots=_knots((0, 15, 30, 30.01, 35), (.002, .1, .01, .005, .0001)), augment='items', pad=4, flip=.5,
+           precision='mixed', target=.94),
+    Rung('baseline', 'the winner of DAWNBench, reproduced: ResNet18', {}, 356, .94),
+    Rung('simple-stem', 'no second BN-ReLU after the stem, no kink in the schedule', dict(arch='resnet18', knots=_knots((0, 15, 30, 35), (0, .1, .005, 0))), 323, .94),
+    Rung('once', 'normalise and pad once, not every epoch', dict(augment='once'), 308),
+    Rung('bulk', 'random numbers drawn in bulk, once an epoch', dict(augment='bulk'), 301, .9398),
+    Rung('main', 'augment whole batches in the main process', dict(augment='batch', workers=0), 297, .9412),
+    Rung('batch-512', 'batches of 512, four times the rate', dict(bs=512, lr=.44), 256, .9412),
+    Rung('fast-norm', 'batch norm on its fast path: channels-last', dict(channels_last=True), 186, .9370),
+    Rung('cutout', 'cutout of 8 px, 30 epochs', dict(cutout=8, epochs=30, lr=.4, knots=_knots((0, 8, 30), (0, .4, 0))), 161, .9414),
+    Rung('resnet9', 'nine layers, 24 epochs', dict(arch='resnet9', epochs=24, knots=_knots((0, 5, 24), (0, .4, 0))), 79, .9413),
+    Rung('ten-epochs', 'averaged weights, label smoothing, ghost batch norm, CELU, whitening, mirrored prediction: ten epochs',
+         dict(epochs=10, knots=_knots((0, 2, 10), (0, .4, 0)), ema=.99, label_smoothing=.2, norm=32, act='celu', whiten=True, tta=True), 26, .941),
+    Rung('airbench', 'a net, Muon and compile after airbench94 (published on an A100)',
+         dict(arch='airbench', epochs=8, opt='muon', lr=.24, act='relu', ema=None, norm=None, cutout=0, bs=1000, compile=True, knots=_knots((0, 1, 8), (.2, 1, .07))), 2.59, .94))
