@@ -39,8 +39,9 @@ class TimeToAccuracy(DuringFit):
         names = [*dict.fromkeys([*(m.name for m in self.learn.metrics), 'valid_loss'])]
         if self.metric not in names: raise UserError(unknown('metric', self.metric, names) + '; pass metrics= to the Learner')
         self._clear()
-        self._validating,self._begin = 0.,perf_counter()
+        self._validating,self._trained,self._begin = 0.,False,perf_counter()
 
+    def before_train(self): self._trained = True
     def before_validate(self): self._entered = perf_counter()
     def after_validate(self):
         if self._begin is not None and not self.learn.lock.locked(): self._validating += perf_counter() - self._entered
@@ -56,10 +57,11 @@ def _value(self:TimeToAccuracy):
 
 @patch
 def after_epoch(self:TimeToAccuracy):
-    if self._begin is None or self.learn.lock.locked(): return
+    if self._begin is None or not self._trained or self.learn.lock.locked(): return  # outside of a fit; an epoch skipped over; a validation inside
     total = perf_counter() - self._begin
     v = self._value()
-    self.history.append((self.epoch, total - self._validating, v))
+    self._trained = False
+    self.history.append((len(self.history), total - self._validating, v))
     if not isfinite(v): return
     if self.best is None or self.comp(v, self.best): self.best = v
     if v == self.target or self.comp(v, self.target):
