@@ -1,7 +1,7 @@
 "HalfPrecision: fp32 outside of forward and backward, however a fit ends; the arithmetic of a loop with master weights by hand."
 import copy
 from collections import namedtuple
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
@@ -31,6 +31,15 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 @pytest.fixture
 def fp16_on_cpu(monkeypatch): monkeypatch.setattr(amp, 'check_precision', lambda *a: None)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    "Tiny networks: threads would only wait for each other"
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n)
 
 
 def batches(n=4, bs=8): return [(torch.randn(bs, 8), torch.randint(3, (bs,))) for _ in range(n)]
@@ -440,6 +449,27 @@ def test_compiled():
     learn.model.compile(backend='eager')
     learn.fit(2)
     clean(learn)
+
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_backward', 'after_batch', 'after_epoch', 'after_pred', 'after_loss', 'before_backward'])
+def test_taken_off_in_mid_fit(event):
+    cb = on(**{event: lambda: learn.to_fp32()})
+    cb.order = 20
+    learn = make(cbs=cb)
+    half, inside = learn.mixed_precision, event in ('after_pred', 'after_loss', 'before_backward')
+    with pytest.raises(UserError, match='between forward and backward') if inside else nullcontext(): learn.fit(2)
+    assert hasattr(learn, 'mixed_precision') == inside
+    learn.mixed_precision = half
+    clean(learn)
+
+
+def test_profiled():
+    learn = make(n=6).profile(flops=True)
+    learn.fit(1)
+    clean(learn)
+    assert learn.profiler.profile.facts['efficiency']['precision'] == 'bf16'
+    r = learn.profiler.results
+    assert r[(r.phase == 'train') & (r.action == 'step')].calls.item() == 6
 
 
 def test_export(tmp_path):

@@ -123,7 +123,7 @@ _dtypes = {'bf16': 'bf16', 'fp16': 'fp16', torch.bfloat16: 'bf16', torch.float16
 
 class HalfPrecision(MixedPrecision):
     "Compute each batch with weights, activations and gradients in bf16 or fp16; batch norm, optimizer and loss in fp32"
-    order,name = MixedPrecision.order,'mixed_precision'
+    order,name,_learn,_cast = MixedPrecision.order,'mixed_precision',None,None
     def __init__(self,
         dtype:str='bf16', # 'bf16' or 'fp16'
         loss_scale:str|float|None=None, # 'dynamic', or a fixed number; None: dynamic in fp16, none in bf16, which has the range of fp32
@@ -139,6 +139,15 @@ class HalfPrecision(MixedPrecision):
         super().__init__(_dtypes[dtype], allow_emulation, **kwargs)
         if static: self.kwargs['init_scale'] = float(loss_scale)
         self.loss_scale,self.static,self.clip,self._half,self._planned = loss_scale,static,clip,None,None
+
+    @property
+    def learn(self): return self._learn
+    @learn.setter
+    def learn(self, v):
+        if v is None and self._learn is not None:  # taken off, perhaps in mid-fit
+            if self._is_open(): raise UserError('half precision cannot be taken off between forward and backward of a batch; do it in after_batch')
+            self._drop()
+        self._learn = v
 
     def before_fit(self):
         device = self._model_device().type
@@ -226,9 +235,9 @@ def _drop(self:HalfPrecision):
     "The fit has ended: the copies go"
     self._restore()
     self._half = self._planned = None
+    for f in (self._restore, self._drop): forget(self.learn, f)
 
 @patch
 def after_fit(self:HalfPrecision):
     super(HalfPrecision, self).after_fit()
     self._drop()
-    forget(self.learn, self._drop)
