@@ -1,0 +1,228 @@
+"find_batch_size: exact where the limit is known, within a memory limit, and nothing is touched."
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from fastai.callback.core import Callback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastai.optimizer import OptimWrapper, SGD
+from torch import nn
+
+from fastbench.batch_size import BatchSize, _again, _search, is_oom, parse_memory
+from fastbench.callback.amp import MixedPrecision
+from fastbench.callback.channelslast import ChannelsLast
+from fastbench.callback.checkpointing import GradientCheckpointing
+from fastbench.callback.compiling import Compile
+from fastbench.callback.ema import EMACallback
+from fastbench.callback.half import HalfPrecision
+from fastbench.recipe import UserError
+from fastbench.training import BenchLearner
+
+
+class Net(nn.Module):
+    "Raises like a device above `limit` samples, at `where`"
+    def __init__(self, limit=10**9, where='forward', error=torch.OutOfMemoryError('CUDA out of memory'), width=8):
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(2)))
+        self.drop, self.lin = nn.Dropout(.5), nn.Linear(3*width*width, 3)
+        self.limit, self.where, self.error, self.seen = limit, where, error, []
+
+    def forward(self, x):
+        self.seen.append(len(x))
+        if len(x) > self.limit and self.where == 'forward': raise self.error
+        y = self.lin(self.drop(self.blocks(x)).flatten(1))
+        if len(x) > self.limit and self.where == 'backward': y.register_hook(self.fail)
+        return y
+
+    def fail(self, _): raise self.error
+
+
+class Items:
+    def __init__(self, n, width=8): self.n, self.width = n, width
+    def __len__(self): return self.n
+    def __getitem__(self, i):
+        if i >= self.n: raise IndexError
+        return torch.randn(3, self.width, self.width), i % 3
+
+
+def make(*cbs, n=200, bs=16, cls=BenchLearner, model=None, width=8, **kwargs):
+    torch.manual_seed(0)
+    dls = DataLoaders(DataLoader(Items(n, width), bs=bs, shuffle=True), DataLoader(Items(8, width), bs=4))
+    learn = cls(dls, model or Net(width=width), loss_func=nn.CrossEntropyLoss(), cbs=cbs, **kwargs)
+    learn.logger = lambda *_: None
+    learn.remove_cb(learn.progress)
+    return learn
+
+
+@pytest.mark.parametrize('limit', [1, 2, 15, 16, 17, 77, 199, 200, 500])
+def test_search_is_exact(limit): assert _search(lambda bs: bs <= limit, 16, 200) == min(limit, 200)
+
+
+@pytest.mark.parametrize('limit,where', [(5, 'forward'), (37, 'backward'), (16, 'forward')])
+@pytest.mark.parametrize('cls', [Learner, BenchLearner])
+def test_exact_answer(limit, where, cls):
+    learn = make(model=Net(limit, where), cls=cls)
+    bs = learn.find_batch_size()
+    assert bs == limit and isinstance(bs, BatchSize) and bs.seconds > 0 and f'{limit+1} does not fit' in bs.why
+    tried = {b: s for b, s, _ in bs.tries}
+    assert tried[limit] is not None and tried[limit+1] is None
+
+
+def test_all_of_the_data():
+    bs = make(n=50).find_batch_size()
+    assert bs == 50 and 'data set' in bs.why
+    bs = make(n=50).find_batch_size(max=20)
+    assert bs == 20 and bs.why == 'max'
+    assert make(n=50).find_batch_size(start=1000, max=1000) == 50
+
+
+def test_other_errors_come_through():
+    learn = make(model=Net(20, error=ValueError('a bug')))
+    with pytest.raises(ValueError, match='a bug'): learn.find_batch_size()
+    assert learn.model.training and learn.opt is None
+
+
+def state(learn):
+    m, opt = learn.model, learn.opt
+    inner = (getattr(opt, 'opt', None) or opt).state if opt is not None else {}
+    return dict(weights=[(id(t), t.clone()) for t in (*m.parameters(), *m.buffers())], data=[p.data_ptr() for p in m.parameters()],
+                grads=[None if p.grad is None else p.grad.clone() for p in m.parameters()], needs=[p.requires_grad for p in m.parameters()],
+                modes=[o.training for o in m.modules()], opt=[(k, v.clone()) for s in inner.values() for k, v in s.items() if isinstance(v, torch.Tensor)], cbs=list(learn.cbs),
+                own={k: v for k, v in vars(learn).items()}, rng=[random.getstate(), str(np.random.get_state()), torch.get_rng_state()],
+                dl=[learn.dls.train, learn.dls.train.rng.getstate(), learn.dls.train.bs], hypers=[dict(h) for h in opt.hypers] if opt is not None else None,
+                attrs=[{k: repr(v) for k, v in vars(cb).items()} for cb in learn.cbs])
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor): return torch.equal(a, b)
+    if isinstance(a, (list, tuple)): return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, dict): return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    return a is b or a == b
+
+
+@pytest.mark.parametrize('fitted', [False, True])
+@pytest.mark.parametrize('limit', [0, 40, 10**9])
+def test_nothing_is_touched(fitted, limit):
+    learn = make(EMACallback(.5), MixedPrecision('bf16', True), ChannelsLast(), GradientCheckpointing(modules=nn.Conv2d), model=Net(limit))
+    if fitted:
+        learn.model.limit = 10**9
+        learn.fit(1)
+        learn.model.limit = limit
+        learn.model.blocks[0][0].weight.requires_grad_(False)
+        learn.model.lin.weight.grad = torch.ones_like(learn.model.lin.weight)
+        learn.model.drop.eval()
+    before = state(learn)
+    try: learn.find_batch_size()
+    except UserError: assert not limit
+    after = state(learn)
+    for k in before: assert equal(before[k], after[k]), k
+    assert not [o for o in learn.model.modules() if 'forward' in vars(o)] and 'remove_cbs' not in vars(learn)
+
+
+@pytest.mark.parametrize('cb', [lambda: MixedPrecision('bf16', True), lambda: HalfPrecision('bf16', allow_emulation=True), lambda: Compile(backend='eager'),
+                                lambda: GradientCheckpointing(modules=nn.Conv2d), lambda: EMACallback(.9), lambda: ChannelsLast()],
+                         ids=['amp', 'half', 'compile', 'checkpointing', 'ema', 'channels-last'])
+def test_under_the_callbacks_that_matter(cb):
+    cb = cb()
+    seen = []
+
+    class Spy(type(cb)):
+        def after_pred(self):
+            seen.append(type(self))
+            if hasattr(super(), 'after_pred'): super().after_pred()
+    cb.__class__ = Spy
+    learn = make(cb, model=Net(20))
+    assert learn.find_batch_size() == 20 and seen
+    assert _again(cb) is not cb and cb.learn is learn
+
+
+def test_callbacks_that_do_not_matter_are_not_called():
+    class Writes(Callback):
+        def before_fit(self): raise AssertionError('called')
+    assert make(Writes(), n=20).find_batch_size() == 20
+
+
+@pytest.mark.parametrize('kw,says', [(dict(start=0), 'start=0'), (dict(max=0), 'max=0'), (dict(start=True), 'start=True'), (dict(memory='lots'), "memory='lots'"),
+                                     (dict(memory=0), 'memory=0'), (dict(headroom=1), 'headroom=1'), (dict(memory='1MB'), 'not even one sample')])
+def test_bad_input_is_one_line(kw, says):
+    with pytest.raises(UserError, match=says) as e: make().find_batch_size(**kw)
+    assert '\n' not in str(e.value)
+
+
+def test_not_even_one():
+    with pytest.raises(UserError, match='not even one sample'): make(model=Net(0)).find_batch_size()
+
+
+def test_an_optimizer_that_is_there_already():
+    model = Net()
+    with pytest.raises(UserError, match='OptimWrapper'): make(model=model, opt_func=OptimWrapper(opt=torch.optim.SGD(model.parameters(), .1))).find_batch_size()
+
+
+def test_the_longest_items():
+    texts = [torch.zeros(n, dtype=torch.long) for n in (3, 4, 50, 5)]
+    data = [(t[None].repeat(2, 1), torch.tensor([0, 1])) for t in texts]
+    seen = []
+
+    class Mean(nn.Module):
+        def __init__(self): super().__init__(); self.emb = nn.Embedding(2, 2)
+        def forward(self, x): seen.append(tuple(x.shape)); return self.emb(x).mean(1)
+    learn = BenchLearner(DataLoaders(data, data), Mean(), loss_func=nn.CrossEntropyLoss())
+    assert learn.find_batch_size(start=2, max=8) == 8
+    assert {s[1] for s in seen} == {50} and {s[0] for s in seen} == {2, 4, 8}
+
+
+def test_memory_is_parsed():
+    assert [parse_memory(o) for o in ('2 kB', '1KiB', '3gb', 5.5, '7')] == [2000, 1024, 3*10**9, 5, 7]
+    for o in ('', 'GB', '-1GB', '1XB', None, 'nan'):
+        with pytest.raises(UserError): parse_memory(o)
+
+
+def test_signs_of_memory():
+    for o in (MemoryError(), torch.OutOfMemoryError('x'), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+              RuntimeError('cuDNN error: CUDNN_STATUS_ALLOC_FAILED'), RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate')): assert is_oom(o)
+    wrapped = ValueError('compile')
+    wrapped.__cause__ = torch.OutOfMemoryError('x')
+    assert is_oom(wrapped) and not is_oom(RuntimeError('shape')) and not is_oom(ValueError('out of memory'))
+
+
+HALF = """
+import psutil, torch
+from fastbench.batch_size import _free
+import sys; sys.path.insert(0, {tests!r})
+from test_batch_size import make
+torch.set_num_threads(1)
+learn = make(n=4096, width=64)
+learn.find_batch_size(max=2)  # libraries, kernels
+_free(torch.device('cpu'))
+base = psutil.Process().memory_info().rss
+res = [learn.find_batch_size(memory=base + o*2**20, headroom=0.) for o in (400, 200)]
+print([int(o) for o in res], [(o.peak - base)/2**20 for o in res])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='elsewhere the peak is sampled')
+def test_less_memory_smaller_batch(root):
+    got = subprocess.run([sys.executable, '-c', HALF.format(tests=str(root/'tests'))], capture_output=True, text=True)
+    assert got.returncode == 0, got.stderr[-2000:]
+    (big, small), (p, q) = eval(got.stdout.splitlines()[-1].replace('] [', '],['))
+    assert 1 < small < big < 4096 and 1.4 < big/small < 3 and p <= 400 and q <= 200
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+def test_on_cuda():
+    learn = make(n=2**20, width=64)
+    learn.dls.to('cuda')
+    learn.dls.device = torch.device('cuda')
+    before = torch.cuda.memory_allocated()
+    big, small = (learn.find_batch_size(memory=o) for o in ('2GB', '1GB'))
+    assert 1.5 < big/small < 3 and big.peak <= 2e9 and small.peak <= 1e9
+    assert torch.cuda.memory_allocated() <= before + sum(p.numel()*4 for p in learn.model.parameters()) + 2**20
+    torch.empty(int(3e9), dtype=torch.uint8, device='cuda')  # the limit is gone
+
+
+def test_sgd_without_state(): assert make(model=Net(9), opt_func=SGD).find_batch_size() == 9
