@@ -226,3 +226,12 @@ def test_on_cuda():
 
 
 def test_sgd_without_state(): assert make(model=Net(9), opt_func=SGD).find_batch_size() == 9
+
+
+def test_command():
+    def command(*args): return subprocess.run([sys.executable, '-m', 'fastbench', 'find-batch-size', *args], capture_output=True, text=True)
+    got = command('digits-xresnet18', '--max', '2', '--device', 'cpu', '--offline')
+    assert got.returncode == 0, got.stderr
+    assert got.stdout.splitlines()[0] == '2' and 'samples/s' in got.stdout and got.stdout.splitlines()[2].endswith('max')
+    got = command('digits-xresnet18', '--memory', 'lots')
+    assert got.returncode == 2 and "memory='lots'" in got.stderr.splitlines()[-1] and not got.stdout
