@@ -16,14 +16,19 @@ from fastai.losses import CrossEntropyLossFlat, LabelSmoothingCrossEntropyFlat
 from fastai.metrics import accuracy
 from fastai.optimizer import SGD, Adam, ranger
 from fastai.torch_core import set_seed
-from torch import nn
 
 from .callback.amp import check_precision
+from .callback.ema import EMACallback
+from .callback.tta import FlipTTA
+from .muon import muon
 from .optimizer import torch_opt
 from .recipe import Recipe, UserError, get_recipe
-from .training import find_device
+from .training import find_device, precision_on
+from .vision.augment import augmented
 from .vision.data import vision_dls
-from .vision.learner import timm_learner, xresnet_learner
+from .vision.learner import acts, timm_learner, xresnet_learner
+from .vision.small import small_learner
+import fastbench.batch_size  # adds find_batch_size
 
 # %% ../nbs/35_learner.ipynb #87a27ade
 @contextmanager
@@ -39,19 +44,52 @@ def seeded(seed:int # For Python, NumPy and PyTorch
             np.random.set_state(state[1])
 
 # %% ../nbs/35_learner.ipynb #9887e661
-_acts = dict(relu=nn.ReLU, mish=nn.Mish, swish=nn.SiLU)
-_opts = dict(adam=partial(Adam, decouple_wd=False), adamw=Adam, sgd=partial(SGD, mom=.9), ranger=ranger)
+_opts = dict(adam=partial(Adam, decouple_wd=False), adamw=Adam, sgd=partial(SGD, mom=.9), ranger=ranger, muon=muon,
+             nesterov=torch_opt('sgd', 'fused', mom=.9, nesterov=True, decouple_wd=False))
 _opts |= {f'{impl}_{o}': torch_opt(o, impl, **(dict(mom=.9) if o == 'sgd' else {})) for impl in ('fused', 'foreach') for o in ('adam', 'adamw', 'sgd')}
 
 def _opt_func(recipe):
     opt = _opts[recipe.opt]
-    if recipe.eps is not None and recipe.opt.endswith('sgd'): raise UserError(f'eps={recipe.eps!r} cannot be: {recipe.opt} has no eps; leave it None')
+    if recipe.eps is not None and recipe.opt.endswith(('sgd', 'nesterov', 'muon')): raise UserError(f'eps={recipe.eps!r} cannot be: {recipe.opt} has no eps; leave it None')
     return partial(opt, eps=recipe.eps) if recipe.eps is not None else opt
 
 def _loss_func(recipe):
     return LabelSmoothingCrossEntropyFlat(eps=recipe.label_smoothing) if recipe.label_smoothing else CrossEntropyLossFlat()
 
 # %% ../nbs/35_learner.ipynb #c5affece
+def _refuse_mixtures(r):
+    "What one field asks for and another rules out"
+    small = r.learner == 'small'
+    for k,v,ok,where in [('norm', r.norm, small, "learner='small'"), ('whiten', r.whiten, small, "learner='small'"),
+                         ('act', r.act == 'celu', small, "learner='small'"), ('pretrained', r.pretrained, not small, 'another learner'),
+                         ('pad', r.pad, r.augment != 'auto', "augment='batch'"), ('cutout', r.cutout, r.augment != 'auto', "augment='batch'"),
+                         ('memory', r.memory, r.bs == 'largest', "bs='largest'")]:
+        if v and not ok: raise UserError(f'{k}={getattr(r, k)!r} has no effect in this recipe: it goes with {where}')
+
+def _dls(r, bs, device, offline):
+    workers = 0 if r.augment == 'batch' and r.workers is None else r.workers
+    dls = vision_dls(r.data, r.size, bs, workers=workers, prefetch=r.prefetch, seed=r.seed, min_scale=r.min_scale, flip=r.flip, sample=r.sample,
+                     device=device, offline=offline)
+    if r.augment == 'auto': return dls
+    return augmented(dls, r.augment, r.pad, dls.info['flip'], r.cutout)
+
+def _model(r, dls, offline):
+    common = dict(loss_func=_loss_func(r), opt_func=_opt_func(r), lr=r.lr, wd=r.wd, metrics=accuracy)
+    if r.learner == 'small': return small_learner(dls, r.arch, r.act, r.norm, r.whiten, **common)
+    common |= dict(pretrained=r.pretrained, offline=offline)
+    if r.learner == 'timm': return timm_learner(dls, r.arch, **common)
+    return xresnet_learner(dls, r.arch, act_cls=acts[r.act], **common)
+
+def _switch_on(learn, r, precision):
+    if r.channels_last: learn.to_channelslast()
+    if r.compile: learn.compile()
+    if r.ema is not None: learn.add_cb(EMACallback(r.ema))
+    if r.tta: learn.add_cb(FlipTTA())
+    half,_,dtype = precision.rpartition('-')
+    if half: return learn.to_half(dtype)
+    return learn if dtype == 'fp32' else getattr(learn, f'to_{dtype}')()
+
+# %% ../nbs/35_learner.ipynb #3fe3f089
 def bench_learner(recipe:str|Recipe, # A recipe or its name
                   device=None, # Where to train; fastai's default device if None
                   offline:bool=False, # Never open a connection
@@ -60,15 +98,14 @@ def bench_learner(recipe:str|Recipe, # A recipe or its name
     "The Learner that `recipe` describes"
     r = get_recipe(recipe, **changes)
     device = find_device(device)
-    half,_,dtype = r.precision.rpartition('-')
-    check_precision(dtype, device)
+    precision = precision_on(r.precision, device)
+    check_precision(precision.rpartition('-')[2], device)
+    _refuse_mixtures(r)
     with seeded(r.seed):
-        dls = vision_dls(r.data, r.size, r.bs, workers=r.workers, prefetch=r.prefetch, seed=r.seed, min_scale=r.min_scale, flip=r.flip,
-                         sample=r.sample, device=device, offline=offline)
-        common = dict(pretrained=r.pretrained, loss_func=_loss_func(r), opt_func=_opt_func(r), lr=r.lr, wd=r.wd, metrics=accuracy,
-                      offline=offline)
-        if r.learner == 'timm': learn = timm_learner(dls, r.arch, **common)
-        else: learn = xresnet_learner(dls, r.arch, act_cls=_acts[r.act], **common)
+        dls = _dls(r, 1 if r.bs == 'largest' else r.bs, device, offline)
+        learn = _model(r, dls, offline)
     learn.recipe = r
-    if half: return learn.to_half(dtype)
-    return learn if dtype == 'fp32' else getattr(learn, f'to_{dtype}')()
+    _switch_on(learn, r, precision)
+    if r.bs != 'largest': return learn
+    bs = int(learn.find_batch_size(start=16, memory=r.memory))
+    return bench_learner(r, device, offline, bs=bs, memory=None)

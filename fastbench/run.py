@@ -16,7 +16,9 @@ from fastai.learner import Recorder
 from fastai.torch_core import set_seed
 
 import fastbench.callback.profiler  # adds profile
+import fastbench.schedule  # adds fit_linear
 from .callback.limit import FirstBatches
+from .callback.target import TimeToAccuracy
 from .environment import device_info, environment, machine_state, warnings_between
 from .learner import bench_learner
 from .phases import to_dict
@@ -49,8 +51,8 @@ class Watch(Callback):
         now = time.monotonic()
         if now > self._next or self.iter+1 == self.n_iter:
             self._next = now + .2
+            self.diverged |= bool(self.training and not math.isfinite(self.recorder.losses[-1]))
             self._tell(dict(epoch=self.epoch, epochs=self.n_epoch, step=self.iter+1, steps=self.n_iter, phase='train' if self.training else 'valid'))
-        if self.training and not math.isfinite(self.recorder.losses[-1]): self.diverged = True
         self.stopped = bool(self._stop())
         if self.diverged or self.stopped: raise CancelFitException
 
@@ -113,7 +115,7 @@ def _build(r, device, offline):
 def _describe(run, r, learn):
     "What is really used"
     info = dict(learn.dls.info)
-    run.recipe = {k: info.get(k) if v is None else v for k,v in vars(r).items()}
+    run.recipe = {k: info.get(k) if v is None else v for k,v in vars(learn.recipe).items()}
     run.data,run.precision['effective'] = info,learn.precision
     run.weights = getattr(learn, 'weights', None) or f'random, seed {r.seed}'
 
@@ -122,11 +124,12 @@ def _fit(learn, r, stop):
     if stop(): raise KeyboardInterrupt
     with learn.no_bar(), learn.no_logging():
         if r.schedule == 'one_cycle': learn.fit_one_cycle(r.epochs, r.lr)
+        elif r.schedule == 'linear': learn.fit_linear(r.epochs, r.lr, r.knots)
         else: learn.fit(r.epochs, r.lr)
 
 def _train(learn, r, run, tell, stop, device):
-    watch = Watch(tell, stop)
-    learn.profile().add_cbs([watch] + ([FirstBatches(r.batches)] if r.batches else []))
+    watch,goal = Watch(tell, stop),TimeToAccuracy(r.target, tell=lambda o: None) if r.target else None
+    learn.profile(flops=bool(goal)).add_cbs([watch] + ([FirstBatches(r.batches)] if r.batches else []) + ([goal] if goal else []))
     before = machine_state(device)
     tell(dict(phase='fit'))
     start = time.perf_counter()
@@ -139,4 +142,10 @@ def _train(learn, r, run, tell, stop, device):
     tell(dict(phase='done'))
     run.profile,run.epochs = to_dict(learn.profiler.profile),watch._history
     run.metrics = dict(run.epochs[-1]) if run.epochs else {}
+    if goal: _goal(run, goal)
     run.warnings += warnings_between(before, machine_state(device))
+
+# %% ../nbs/40_run.ipynb #afff5e48
+def _goal(run, goal):
+    run.extra['goal'] = {k: getattr(goal, k) for k in ('target', 'reached', 'seconds', 'total_seconds', 'epochs', 'best')}
+    if goal.reached is None and run.status == 'ok': run.warnings.append(str(goal))

@@ -89,6 +89,11 @@ class AugmentDL(SeededDL):
         same = {k: getattr(self, k) for k in ('items', 'how', 'stats', 'size', 'pad', 'flip', 'cutout', 'train')}
         return super().new(None, cls, **merge(same, kwargs))
 
+    @property
+    def item_shape(self): # channels, height, width
+        "The shape of an image as the model gets it"
+        return len(self.stats[0]), self.size, self.size
+
     def _raw(self, i): return _tensor(_image(self.items[i], self.size, len(self.stats[0])))
 
     def before_iter(self):

@@ -39,6 +39,7 @@ def item_shape(dls, # `DataLoaders`
     "The shape of one image as the model gets it"
     dl = next((o for o in list(dls.loaders)[::-1] if len(o.dataset)), None)
     if dl is None: raise UserError('these DataLoaders hold no item: nothing says how many channels the model needs; pass c_in')
+    if hasattr(type(dl), 'item_shape'): return dl.item_shape
     if isinstance(dl, TfmdDL):
         dl.before_iter()
         b = dl.after_batch(to_device(dl.do_batch([dl.do_item(0)]), dl.device))
