@@ -246,16 +246,13 @@ def get_ladder(name:str)->Ladder:
 # %% ../nbs/00_recipe.ipynb #7ce6ccbe
 def _knots(epochs, values): return tuple((e/epochs[-1], v/max(values)) for e,v in zip(epochs, values))
 
-register_ladder(
-    Recipe('dawn', 'CIFAR-10 to 94%, one line after another; published on one V100', learner='small', arch='resnet18-kinked', data='cifar10', size=32, bs=128,
-           epochs=35, lr=.1, wd=5e-4, opt='nesterov', schedule='linear', knots=_knots((0, 15, 30, 30.01, 35), (.002, .1, .01, .005, .0001)), augment='items', pad=4, flip=.5,
-           precision='mixed', target=.94),
+_dawn = (
     Rung('baseline', 'the winner of DAWNBench, reproduced: ResNet18', {}, 356, .94),
     Rung('simple-stem', 'no second BN-ReLU after the stem, no kink in the schedule', dict(arch='resnet18', knots=_knots((0, 15, 30, 35), (0, .1, .005, 0))), 323, .94),
     Rung('once', 'normalise and pad once, not every epoch', dict(augment='once'), 308),
     Rung('bulk', 'random numbers drawn in bulk, once an epoch', dict(augment='bulk'), 301, .9398),
     Rung('main', 'augment whole batches in the main process', dict(augment='batch', workers=0), 297, .9412),
-    Rung('batch-512', 'batches of 512, four times the rate', dict(bs=512, lr=.44), 256, .9412),
+    Rung('larger-batch', 'batches four times as large, with a larger rate', dict(bs=512, lr=.44), 256, .9412),
     Rung('fast-norm', 'batch norm on its fast path: channels-last', dict(channels_last=True), 186, .9370),
     Rung('cutout', 'cutout of 8 px, 30 epochs', dict(cutout=8, epochs=30, lr=.4, knots=_knots((0, 8, 30), (0, .4, 0))), 161, .9414),
     Rung('resnet9', 'nine layers, 24 epochs', dict(arch='resnet9', epochs=24, knots=_knots((0, 5, 24), (0, .4, 0))), 79, .9413),
@@ -263,3 +260,12 @@ register_ladder(
          dict(epochs=10, knots=_knots((0, 2, 10), (0, .4, 0)), ema=.99, label_smoothing=.2, norm=32, act='celu', whiten=True, tta=True), 26, .941),
     Rung('airbench', 'a net, Muon and compile after airbench94 (published on an A100)',
          dict(arch='airbench', epochs=8, opt='muon', lr=.24, act='relu', ema=None, norm=None, cutout=0, bs=1000, compile=True, knots=_knots((0, 1, 8), (.2, 1, .07))), 2.59, .94))
+
+_small = dict(learner='small', arch='resnet18-kinked', size=32, epochs=35, wd=5e-4, opt='nesterov', schedule='linear', augment='items', pad=4, flip=.5,
+              knots=_knots((0, 15, 30, 30.01, 35), (.002, .1, .01, .005, .0001)), precision='mixed')
+register_ladder(Recipe('dawn', 'CIFAR-10 to 94%, one line after another; published on one V100', data='cifar10', bs=128, lr=.1, target=.94, **_small), *_dawn)
+
+# %% ../nbs/00_recipe.ipynb #44659afb
+_batches = {'larger-batch': dict(bs=128, lr=.2), 'cutout': dict(bs=128, lr=.2), 'airbench': dict(bs=128)}
+register_ladder(Recipe('dawn-photos', 'shapes on photographs to 95%, by the rungs of dawn', data='photos', bs=32, lr=.05, target=.95, min_scale=1., **_small),
+                *(Rung(o.name, o.about, o.changes | {k: v for k,v in _batches.get(o.name, {}).items()}) for o in _dawn))
