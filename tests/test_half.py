@@ -484,7 +484,7 @@ def test_export(tmp_path):
 
 
 def test_recipes():
-    with pytest.raises(UserError, match='half-bf16'): bench_learner('digits-xresnet18', precision='half')
+    with pytest.raises(UserError, match='half-bf16'): bench_learner('digits-xresnet18', precision='half-fp8')
     with pytest.raises(UserError, match='slower than fp32'): bench_learner('digits-xresnet18', precision='half-fp16', device='cpu')
     if amp.native_bf16(torch.device('cpu')):
         assert bench_learner('digits-xresnet18', precision='half-bf16', device='cpu', offline=True).precision == 'half-bf16'
