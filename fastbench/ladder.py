@@ -43,10 +43,11 @@ def _row(rung, runs):
 
 def ladder_rows(ladder:Ladder, # Which
                 runs, # `Run`s of its rungs, in any order
-    )->list: # A dict a rung
+    )->list: # A dict for each rung that has Runs
     "What each rung took and gained"
     rows = [_row(o, [r for r in runs if r.recipe.get('name') == f'{ladder.name}-{o.name}']) for o in ladder.rungs]
     def ratio(a, b): return a/b if a and b else None
+    rows = [r for r in rows if r['n']] or rows
     for i,r in enumerate(rows):
         r['total'],r['published_total'] = ratio(rows[0].get('seconds'), r.get('seconds')),ratio(rows[0]['published'], r['published'])
         r['gain'] = ratio(rows[i-1].get('step'), r.get('step')) if i else None
@@ -73,6 +74,8 @@ class Climb:
         if any(r['n'] > 1 for r in self.rows): self.notes.append('seconds are medians of the repeats')
         elif runs: self.notes.append('one run of each: differences of a few percent are chance')
         self.notes += [f"{r['rung']}: {r['status']}" for r in self.rows if r['status'] != 'ok']
+        left = [o.name for o in ladder.rungs if o.name not in [r['rung'] for r in self.rows]]
+        if left: self.notes.append(f'not run: {", ".join(left)}')
         peak = next((r['peak'] for r in self.rows if r.get('peak')), None)
         if peak: self.notes.append(f'of peak: FLOPs of training a second, against {peak/1e9:,.0f} GFLOP/s that this machine reached on a matrix product')
         self.notes += [o for o in dict.fromkeys(w for r in runs for w in r.warnings) if 'never reached' not in o]
