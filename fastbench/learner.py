@@ -6,7 +6,7 @@
 __all__ = ['seeded', 'bench_learner']
 
 # %% ../nbs/35_learner.ipynb #ee62e306
-import random
+import random, warnings
 from contextlib import contextmanager
 from functools import partial
 
@@ -22,11 +22,12 @@ from .callback.ema import EMACallback
 from .callback.tta import FlipTTA
 from .muon import muon
 from .optimizer import torch_opt
-from .recipe import Recipe, UserError, get_recipe
+from .recipe import Recipe, UserError, but, get_recipe
 from .training import find_device, precision_on
 from .vision.augment import augmented
-from .vision.data import vision_dls
+from .vision.data import TooFewImages, vision_dls
 from .vision.learner import acts, timm_learner, xresnet_learner
+from .vision.resnet import torchvision_learner
 from .vision.small import small_learner
 import fastbench.batch_size  # adds find_batch_size
 
@@ -61,15 +62,20 @@ def _refuse_mixtures(r):
     "What one field asks for and another rules out"
     small = r.learner == 'small'
     for k,v,ok,where in [('norm', r.norm, small, "learner='small'"), ('whiten', r.whiten, small, "learner='small'"),
-                         ('act', r.act == 'celu', small, "learner='small'"), ('pretrained', r.pretrained, not small, 'another learner'),
+                         ('act', r.act == 'celu', small, "learner='small'"), ('act', r.act != 'relu', r.learner in ('xresnet', 'small'), "learner='xresnet'"), ('pretrained', r.pretrained, not small, 'another learner'),
                          ('pad', r.pad, r.augment != 'auto', "augment='batch'"), ('cutout', r.cutout, r.augment != 'auto', "augment='batch'"),
                          ('memory', r.memory, r.bs == 'largest', "bs='largest'")]:
         if v and not ok: raise UserError(f'{k}={getattr(r, k)!r} has no effect in this recipe: it goes with {where}')
 
 def _dls(r, bs, device, offline):
     workers = 0 if r.augment == 'batch' and r.workers is None else r.workers
-    dls = vision_dls(r.data, r.size, bs, workers=workers, prefetch=r.prefetch, seed=r.seed, min_scale=r.min_scale, flip=r.flip, sample=r.sample,
-                     device=device, offline=offline)
+    make = partial(vision_dls, r.data, r.size, workers=workers, prefetch=r.prefetch, seed=r.seed, min_scale=r.min_scale, flip=r.flip, sample=r.sample,
+                   device=device, offline=offline, split=r.split)
+    try: dls = make(bs)
+    except TooFewImages as e:
+        if r.sample == 1: raise
+        warnings.warn(f'a batch of {bs} was asked for, this sample ({r.sample:g}) has {e.n} training images: batches of {e.n}', stacklevel=3)
+        dls = make(e.n)
     if r.augment == 'auto': return dls
     return augmented(dls, r.augment, r.pad, dls.info['flip'], r.cutout)
 
@@ -77,6 +83,7 @@ def _model(r, dls, offline):
     common = dict(loss_func=_loss_func(r), opt_func=_opt_func(r), lr=r.lr, wd=r.wd, metrics=accuracy)
     if r.learner == 'small': return small_learner(dls, r.arch, r.act, r.norm, r.whiten, **common)
     common |= dict(pretrained=r.pretrained, offline=offline)
+    if r.learner == 'torchvision': return torchvision_learner(dls, r.arch, **common)
     if r.learner == 'timm': return timm_learner(dls, r.arch, **common)
     return xresnet_learner(dls, r.arch, act_cls=acts[r.act], **common)
 
@@ -104,8 +111,12 @@ def bench_learner(recipe:str|Recipe, # A recipe or its name
     with seeded(r.seed):
         dls = _dls(r, 1 if r.bs == 'largest' else r.bs, device, offline)
         learn = _model(r, dls, offline)
-    learn.recipe = r
+    learn.recipe = r if r.bs == 'largest' else but(r, bs=dls.info['bs'])
     _switch_on(learn, r, precision)
     if r.bs != 'largest': return learn
-    bs = int(learn.find_batch_size(start=16, memory=r.memory))
-    return bench_learner(r, device, offline, bs=bs, memory=None)
+    found = learn.find_batch_size(start=16, memory=r.memory)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # they were given above
+        learn = bench_learner(r, device, offline, bs=int(found), memory=None)
+    learn.largest = dict(bs=int(found), seconds=found.seconds, peak=found.peak, why=found.why)
+    return learn

@@ -120,11 +120,11 @@ def but(recipe:Recipe, # Where to start
 _registry, _suites, _published, _variants, _ladders = {}, {}, {}, {}, {}
 
 def register(recipe:Recipe, # What to add
-             published=(), # Figures of its authors: (machine, precision, seconds of the whole fit, accuracy)
+             published=(), # Figures of its authors: (machine, precision, seconds of the whole fit, accuracy, batch)
     )->Recipe: # `recipe`
     "Make `recipe` known by its name"
     if recipe.name in _registry or recipe.name in _suites: raise UserError(f'{recipe.name!r} is registered already: choose another name')
-    _registry[recipe.name],_published[recipe.name] = recipe,[dict(zip(('machine', 'precision', 'seconds', 'accuracy'), o)) for o in published]
+    _registry[recipe.name],_published[recipe.name] = recipe,[dict(zip(('machine', 'precision', 'seconds', 'accuracy', 'bs'), o)) for o in published]
     return recipe
 
 def register_suite(name:str, # How it is called
@@ -144,7 +144,7 @@ def suites()->dict: # Name -> names of recipes
     return dict(_suites)
 
 def published(name:str # A recipe's name
-    )->list: # Dicts of machine, precision, seconds, accuracy (a share) where it was told
+    )->list: # Dicts of machine, precision, seconds; accuracy (a share) and bs (samples) where they were told
     "What a recipe's authors measured"
     return list(_published.get(name, ()))
 
@@ -188,13 +188,14 @@ register(Recipe('imagenette-timm_resnet50', "timm's resnet50 at 256 px, AdamW, l
     opt='adamw', eps=1e-5, label_smoothing=.1, **_imagenette))
 
 _cifar100 = dict(learner='torchvision', data='cifar100', split='pooled', size=224, epochs=30, lr=3e-3, pretrained=True, workers=4)
-for n,bs,figures in [
-    (18, 408, [('2080Ti', 'fp32', 1692, .7885), ('2080Ti', 'fp16', 1708, .7665), ('1080Ti', 'fp32', 2126, .7980), ('1080Ti', 'fp16', 2048, .7767)]),
-    (34, 248, [('2080Ti', 'fp32', 2377, .8172), ('2080Ti', 'fp16', 1933, .8121), ('1080Ti', 'fp32', 3079, .8198), ('1080Ti', 'fp16', 2654, .8183)]),
-    (50, 98, [('2080Ti', 'fp32', 4578, .8393), ('2080Ti', 'fp16', 3218, .8320), ('1080Ti', 'fp32', 6322, .8364), ('1080Ti', 'fp16', 5092, .8364)]),
-    (101, 64, [('2080Ti', 'fp32', 7318, .8598), ('2080Ti', 'fp16', 4952, .8568), ('1080Ti', 'fp32', 9387, .8636), ('1080Ti', 'fp16', 7680, .8654)]),
-    (152, 48, [('2080Ti', 'fp32', 10707, .8631), ('2080Ti', 'fp16', 6681, .8668)])]:
-    register(Recipe(f'cifar100-resnet{n}', f"torchvision's ResNet-{n} on CIFAR-100 at 224 px, body frozen", arch=f'resnet{n}', bs=bs, **_cifar100), figures)
+for n,bs,bs16,figures in [
+    (18, 408, 720, [('2080Ti', 1692, .7885, 1708, .7665), ('1080Ti', 2126, .7980, 2048, .7767)]),
+    (34, 248, 496, [('2080Ti', 2377, .8172, 1933, .8121), ('1080Ti', 3079, .8198, 2654, .8183)]),
+    (50, 98, 164, [('2080Ti', 4578, .8393, 3218, .8320), ('1080Ti', 6322, .8364, 5092, .8364)]),
+    (101, 64, 116, [('2080Ti', 7318, .8598, 4952, .8568), ('1080Ti', 9387, .8636, 7680, .8654)]),
+    (152, 48, 88, [('2080Ti', 10707, .8631, 6681, .8668)])]:
+    register(Recipe(f'cifar100-resnet{n}', f"torchvision's ResNet-{n} on CIFAR-100 at 224 px, body frozen", arch=f'resnet{n}', bs=bs, **_cifar100),
+        [o for gpu,s32,a32,s16,a16 in figures for o in ((gpu, 'fp32', s32, a32, bs), (gpu, 'fp16', s16, a16, bs16))])
 
 register_suite('quick', 'digits-xresnet18', 'photos-xresnet18')
 register_suite('colab', 'imagenette-xse_resnet50', 'imagenette-xresnet18', 'imagenette-xse_resnext50', 'imagenette-timm_resnet50')

@@ -110,12 +110,15 @@ def _build(r, device, offline):
     own = [o for o in got if _home in Path(o.filename).parents]
     for o in got:
         if o not in own: warnings.warn_explicit(o.message, o.category, o.filename, o.lineno)
-    return learn, [str(o.message) for o in own]
+    return learn, list(dict.fromkeys(str(o.message) for o in own))
 
 def _describe(run, r, learn):
     "What is really used"
     info = dict(learn.dls.info)
     run.recipe = {k: info.get(k) if v is None else v for k,v in vars(learn.recipe).items()}
+    changed = {k: v for k,v in vars(r).items() if v is not None and v != run.recipe[k]}
+    if changed: run.extra['asked'] = changed
+    if hasattr(learn, 'largest'): run.extra['largest'] = learn.largest
     run.data,run.precision['effective'] = info,learn.precision
     run.weights = getattr(learn, 'weights', None) or f'random, seed {r.seed}'
 
