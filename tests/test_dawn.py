@@ -1,0 +1,289 @@
+"What ladder dawn is made of: nets, augmentation, Muon, schedules, mirrored prediction, and the ladder itself."
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from fastai.callback.core import CancelBatchException, Callback
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
+from torch import nn
+
+import fastbench.schedule  # noqa: F401  (adds fit_linear)
+from fastbench.callback.tta import FlipTTA
+from fastbench.ladder import Climb, ladder_recipes
+from fastbench.learner import bench_learner
+from fastbench.muon import MuonSGD, muon, orthogonal
+from fastbench.recipe import Recipe, Rung, UserError, but, get_ladder, get_recipe, ladders, register_ladder, suites
+from fastbench.record import Run, from_json
+from fastbench.run import run_recipe
+from fastbench.vision.augment import augmented
+from fastbench.vision.data import CorruptImage, vision_dls
+from fastbench.vision.small import GhostBatchNorm, small_archs, small_net, whiten
+
+HOWS = ['items', 'once', 'bulk', 'batch']
+TINY = dict(size=8, sample=.2, precision='fp32', workers=0)
+
+
+# Nets
+
+@pytest.mark.parametrize('arch', small_archs)
+@pytest.mark.parametrize('c_in', [1, 3])
+def test_nets_train(arch, c_in):
+    net = small_net(arch, c_in, 4, norm=4)
+    out = net(torch.randn(8, c_in, 32, 32))
+    assert out.shape == (8, 4)
+    out.sum().backward()
+    assert all(p.grad is not None for p in net.parameters() if p.requires_grad)
+
+
+def test_the_kink_is_one_norm_and_one_activation():
+    a, b = (sum(isinstance(m, (nn.BatchNorm2d, nn.ReLU)) for m in small_net(o, 3, 10).modules()) for o in ('resnet18-kinked', 'resnet18'))
+    assert a == b + 2
+
+
+@pytest.mark.parametrize('call', [lambda: small_net('resnet99', 3, 10), lambda: small_net('resnet9', 3, 10, act='tanhh'),
+                                  lambda: small_net('resnet18', 3, 10, images=torch.randn(4, 3, 8, 8))])
+def test_bad_nets(call):
+    with pytest.raises(UserError) as e: call()
+    assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
+def test_ghost_batch_norm_is_batch_norm_of_the_parts(layout):
+    x = torch.randn(12, 3, 4, 4).to(memory_format=layout).requires_grad_()
+    ghost = GhostBatchNorm(3, samples=4)
+    y = ghost(x)
+    parts = [nn.functional.batch_norm(x[i::3], None, None, training=True) for i in range(3)]
+    assert all(torch.allclose(y[i::3], o, atol=1e-5) for i, o in enumerate(parts))
+    means = torch.stack([x[i::3].mean((0, 2, 3)) for i in range(3)]).mean(0)
+    assert torch.allclose(ghost.running_mean, .1*means, atol=1e-6) and ghost.num_batches_tracked == 1
+    y.square().sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_ghost_batch_norm_elsewhere_is_batch_norm():
+    x, ghost, plain = torch.randn(10, 3, 4, 4), GhostBatchNorm(3, samples=4), nn.BatchNorm2d(3)
+    assert torch.equal(ghost(x), plain(x)), '4 does not divide 10'
+    assert torch.equal(ghost.eval()(x), plain.eval()(x))
+
+
+def test_whitening_filters_are_frozen_and_come_in_pairs():
+    conv = whiten(nn.Conv2d(3, 24, 2), torch.randn(16, 3, 8, 8))
+    assert not conv.weight.requires_grad and torch.equal(conv.weight[:12], -conv.weight[12:])
+
+
+# Augmentation
+
+def dls(how, workers=0, **kwargs): return augmented(vision_dls('photos', size=16, bs=32, sample=.2, workers=workers, device='cpu', seed=3), how, **kwargs)
+
+
+def epochs(how, n=2, **kwargs):
+    d = dls(how, **kwargs)
+    return [torch.cat([b[0] for b in d.train]).float() for _ in range(n)]
+
+
+@pytest.mark.parametrize('how', HOWS)
+def test_the_seed_decides_whatever_the_workers(how):
+    a, b = epochs(how), epochs(how)
+    assert all(map(torch.equal, a, b)) and not torch.equal(*a), 'the same epochs, each another'
+    if how != 'batch': assert all(map(torch.equal, a, epochs(how, workers=2)))
+
+
+def test_all_ways_make_the_same_images_when_nothing_is_left_to_chance():
+    all_ = {how: epochs(how, 1, pad=0, flip=0.)[0] for how in HOWS}
+    assert all(torch.allclose(o, all_['items'], atol=1e-5) for o in all_.values())
+    valid = {how: torch.cat([b[0] for b in dls(how, cutout=8).valid]) for how in HOWS}
+    assert all(torch.allclose(o, valid['items'], atol=1e-5) for o in valid.values()), 'validation images are whole'
+
+
+@pytest.mark.parametrize('how', HOWS)
+def test_mirrors_crops_and_holes(how):
+    plain = epochs(how, 1, pad=0, flip=0.)[0]
+    assert torch.allclose(epochs(how, 1, pad=0, flip=1.)[0], plain.flip(-1), atol=1e-5)
+    hole = epochs(how, 1, pad=0, flip=0., cutout=4)[0]
+    changed = (hole != plain).any(1).flatten(1).sum(1)
+    assert ((hole == 0) | torch.isclose(hole, plain, atol=1e-5)).all() and changed.max() <= 16 and changed.float().mean() > 14
+
+
+@pytest.mark.parametrize('kwargs,said', [(dict(how='itemz'), 'itemz'), (dict(how='once', cutout=17), 'cutout=17'), (dict(how='once', pad=16), 'pad=16')])
+def test_bad_augmentation(kwargs, said):
+    with pytest.raises(UserError, match=said): dls(**kwargs)
+
+
+def test_batches_are_made_in_this_process():
+    with pytest.raises(UserError, match='workers=2'): dls('batch', workers=2)
+
+
+def test_a_broken_image_is_named(tmp_path):
+    d = dls('once')
+    path = tmp_path/'broken.jpg'
+    path.write_bytes(b'no image')
+    d.train.items[0] = (path, 0)
+    with pytest.raises(CorruptImage, match='broken.jpg'): next(iter(d.train))
+
+
+# Muon, schedules, mirrored prediction
+
+def test_muon_turns_filters_and_nesterov_moves_the_rest():
+    torch.manual_seed(0)
+    conv, lin = nn.Conv2d(3, 8, 3, bias=False), nn.Linear(4, 2)
+    w, v = conv.weight.detach().clone(), lin.weight.detach().clone()
+    g, h = torch.randn_like(w), torch.randn_like(v)
+    opt = MuonSGD([conv.weight, lin.weight], lr=.1, momentum=.6, rest=.5)
+    conv.weight.grad, lin.weight.grad = g.clone(), h.clone()
+    opt.step()
+    want = w*8**.5/w.norm() - .1*orthogonal((g + .6*g).reshape(8, -1)).view_as(w)
+    assert torch.allclose(conv.weight, want, atol=1e-5) and torch.allclose(lin.weight, v - .05*(h + .6*h), atol=1e-6)
+    lin.weight.grad = None
+    opt.step()
+
+
+def test_orthogonal_of_tall_and_wide():
+    torch.manual_seed(0)
+    for shape in [(4, 20), (20, 4)]:
+        s = torch.linalg.svdvals(orthogonal(torch.randn(shape), 5))
+        assert .6 < s.min() and s.max() < 1.3
+
+
+def test_muon_under_a_learner_is_saved_and_loaded(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        b = [(torch.randn(8, 1, 6, 6), torch.arange(8) % 2)]*3
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(64, 2))
+        return Learner(DataLoaders(b, b), model, loss_func=nn.CrossEntropyLoss(), opt_func=muon, path=tmp_path, lr=.1)
+    a = make()
+    with a.no_logging():
+        a.fit(1)
+        a.save('m')
+        b = make().load('m')
+        with b.no_logging():
+            a.fit(1)
+            b.fit(1)
+    assert all(map(torch.equal, a.model.state_dict().values(), b.model.state_dict().values()))
+
+
+@pytest.mark.parametrize('knots', [((0, 0), (.5, 1)), ((.1, 0), (1, 1)), ((0, 0), (.5, 1), (.5, 0), (1, 0))])
+def test_bad_knots(knots):
+    learn = Learner(DataLoaders([], []), nn.Linear(1, 1), loss_func=nn.MSELoss())
+    with pytest.raises(UserError, match='knots'): learn.fit_linear(1, .1, knots)
+    with pytest.raises(UserError, match='knots'): Recipe('x', knots=knots[:1] if len(knots) > 2 else knots)
+
+
+def test_mirrored_prediction_leaves_the_batch_as_it_was():
+    seen = []
+
+    class See(Callback):
+        order = 99
+        def after_batch(self): seen.append((self.training, tuple(self.x.shape), tuple(self.pred.shape)))
+        def after_pred(self):
+            if not self.training and self.iter == 0: raise CancelBatchException
+    b = [(torch.randn(4, 1, 2, 2), torch.tensor([0, 1, 0, 1]))]*2
+    learn = Learner(DataLoaders(b, b), nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), loss_func=nn.CrossEntropyLoss(), cbs=[FlipTTA(), See()])
+    with learn.no_logging(): learn.fit(1)
+    assert [o[1:] for o in seen] == [((4, 1, 2, 2), (4, 2))]*4
+    learn = Learner(DataLoaders([(torch.randn(4, 2), b[0][1])], [(torch.randn(4, 2), b[0][1])]), nn.Linear(2, 2), loss_func=nn.CrossEntropyLoss(), cbs=FlipTTA())
+    with learn.no_logging(), pytest.raises(UserError, match='mirrors batches of images'): learn.fit(1)
+
+
+# Recipes and ladders
+
+def test_every_rung_can_be_built():
+    rungs = get_ladder('dawn').recipes(data='photos')
+    assert [o.name for o in rungs] == list(suites()['dawn']) and len(rungs) == 11
+    for r in rungs:
+        learn = bench_learner(r, device='cpu', **{**TINY, 'bs': 16, 'size': 32, 'sample': .05, 'compile': False})
+        assert learn.recipe.name == r.name and learn.dls.info['augment'] == r.augment
+        b = learn.dls.train.one_batch()
+        assert learn.model.eval()(b[0]).shape == (16, 10)
+
+
+@pytest.mark.parametrize('changes,said', [(dict(whiten=True), 'whiten'), (dict(norm=16), 'norm'), (dict(act='celu'), 'act'), (dict(pad=4), 'pad'),
+                                          (dict(cutout=4), 'cutout'), (dict(memory='1GB'), 'memory'), (dict(learner='small', arch='resnet9', pretrained=True), 'pretrained'),
+                                          (dict(opt='muon', eps=1e-5), 'eps'), (dict(target=1.2), 'target'), (dict(target=0), 'target'),
+                                          (dict(bs='larger'), 'bs'), (dict(bs=0), 'bs'), (dict(norm=1), 'norm')])
+def test_what_would_have_no_effect_is_refused(changes, said):
+    with pytest.raises(UserError, match=said): bench_learner('digits-xresnet18', device='cpu', **changes)
+
+
+def test_the_largest_batch():
+    learn = bench_learner('digits-xresnet18', device='cpu', bs='largest', size=8, sample=.1, workers=0)
+    assert learn.recipe.bs == learn.dls.train.bs == learn.dls.info['n_train']
+    with pytest.raises(UserError, match='memory'): bench_learner('digits-xresnet18', device='cpu', bs='largest', memory='some', size=8, workers=0)
+
+
+def test_a_run_to_a_target():
+    run = run_recipe('dawn-photos-airbench', device='cpu', **{**TINY, 'size': 32, 'sample': .1, 'compile': False, 'target': .11, 'bs': 32, 'epochs': 8})
+    goal = run.extra['goal']
+    assert run.status == 'ok' and goal['reached'] >= .11 and goal['epochs'] == len(run.epochs) and 0 < goal['seconds'] <= goal['total_seconds'] <= run.seconds
+    assert run.profile['facts']['efficiency']['flops_per_sample'] > 1e8
+    again = from_json(run.to_json())
+    assert again.recipe['knots'] == [list(o) for o in get_recipe('dawn-photos-airbench').knots] and again.extra['goal'] == goal
+    assert Climb(get_ladder('dawn-photos'), [again]).rows[0]['seconds'] == goal['seconds']
+
+
+def test_a_target_that_is_never_reached_is_said():
+    run = run_recipe('digits-xresnet18', device='cpu', **{**TINY, 'bs': 32, 'epochs': 2, 'target': 1., 'lr': 1e-6})
+    assert run.status == 'ok' and run.extra['goal']['reached'] is None and len(run.epochs) == 2
+    assert any('accuracy never reached 1 in 2 epochs' in o for o in run.warnings)
+
+
+def made_up(ladder, rung, seconds=None, best=.9, **kwargs):
+    goal = dict(target=.9, reached=best if seconds else None, seconds=seconds, epochs=3, best=best)
+    return Run(recipe=dict(name=f'{ladder}-{rung}'), data=dict(name='d'), device=dict(name='<b>cpu</b>'), precision=dict(effective='fp32'), extra=dict(goal=goal), **kwargs)
+
+
+def test_a_climb():
+    ladder = get_ladder('dawn')
+    runs = [made_up('dawn', 'baseline', s) for s in (100., 120., 110.)] + [made_up('dawn', 'resnet9', 10.), made_up('dawn', 'once', 50.), made_up('dawn', 'main'),
+            made_up('dawn', 'cutout', status='failed', error='x')]
+    climb = Climb(ladder, runs)
+    rows = {r['rung']: r for r in climb.rows}
+    assert list(rows) == ['baseline', 'once', 'main', 'cutout', 'resnet9'], "in the ladder's order"
+    assert rows['baseline']['seconds'] == 110 and (rows['baseline']['low'], rows['baseline']['high']) == (100, 120) and rows['baseline']['n'] == 3
+    assert rows['resnet9']['total'] == 11 and rows['main']['total'] is None and rows['resnet9']['published_total'] == 356/79
+    text = str(climb)
+    assert 'main: target not reached' in text and 'cutout: failed' in text and 'not run: simple-stem' in text and '11.00x' in text
+    assert '<b>cpu' not in climb._repr_html_() and json.loads(climb.to_json())['rows'][0]['rung'] == 'baseline'
+    assert climb.to_csv().splitlines()[0].startswith('rung,about,status') and climb.to_markdown().count('\n| ') == 7
+    import matplotlib
+    matplotlib.use('agg')
+    ax = climb.plot()
+    assert [o.get_text() for o in ax.get_yticklabels()] == ['baseline', 'once', 'resnet9']
+    with pytest.raises(UserError, match='nothing to draw'): Climb(ladder, [made_up('dawn', 'baseline')]).plot()
+
+
+def test_a_repeat_that_missed_the_target_leaves_the_rung_without_a_time():
+    rows = Climb(get_ladder('dawn'), [made_up('dawn', 'baseline', 10.), made_up('dawn', 'baseline')]).rows
+    assert rows[0]['seconds'] is None and rows[0]['status'] == 'target not reached'
+
+
+def test_a_ladder_of_ones_own():
+    base = Recipe('mine-ladder', 'mine', data='digits', size=8)
+    ladder = register_ladder(base, Rung('first', 'as it is', {}), Rung('bigger', 'more at once', dict(bs=128)), Rung('faster', 'and faster', dict(lr=.01), 3.))
+    try:
+        assert [(o.bs, o.lr) for o in ladder.recipes()] == [(64, 3e-3), (128, 3e-3), (128, .01)]
+        assert [o.epochs for o in ladder.recipes(epochs=7)] == [7]*3
+        assert ladder_recipes('mine-ladder', ['faster'])[1] == [get_recipe('mine-ladder-faster')]
+        with pytest.raises(UserError, match='registered already'): register_ladder(base, Rung('first', '', {}))
+        with pytest.raises(UserError, match='unknown field'): register_ladder(but(base, name='other'), Rung('first', '', dict(batch=1)))
+    finally:
+        from fastbench import recipe
+        recipe._ladders.pop('mine-ladder'), recipe._suites.pop('mine-ladder')
+        for o in ('first', 'bigger', 'faster'): recipe._registry.pop(f'mine-ladder-{o}')
+
+
+def test_the_embedded_data_has_its_own_ladder():
+    assert ladder_recipes('dawn', data='photos')[0].name == 'dawn-photos' and ladder_recipes('dawn', data='digits')[0].name == 'dawn'
+    with pytest.raises(UserError, match="did you mean 'dawn'"): get_ladder('dwan')
+    with pytest.raises(UserError, match="no rung 'top'"): ladder_recipes('dawn', ['top'])
+    assert 'dawn' in ladders()
+
+
+def test_ladder_command(tmp_path):
+    args = '--rungs baseline,airbench --data photos --size 32 --sample .05 --epochs 1 --precision fp32 --target 1 --json --offline'.split()
+    p = subprocess.run([sys.executable, '-m', 'fastbench', 'ladder', 'dawn', *args, '--out', tmp_path, '--plot', tmp_path/'p.png'], capture_output=True, text=True, timeout=500)
+    d = json.loads(p.stdout)
+    assert p.returncode == 0 and [(r['rung'], r['status']) for r in d['rows']] == [('baseline', 'target not reached'), ('airbench', 'target not reached')], p.stderr
+    assert 'no picture' in p.stderr and len(list(tmp_path.glob('*.json'))) == 2
