@@ -121,19 +121,35 @@ def run(
     workers:Annotated[Optional[int], typer.Option(min=0, help='Loader processes.')]=None,
     seed:Annotated[Optional[int], typer.Option(min=0, help='Seed of the first repeat.')]=None,
     out:Out=Path(FOLDER),
+    plot:Annotated[Optional[Path], typer.Option(help='With suite fp16: write its charts here, as PNG or SVG.')]=None,
     offline:Annotated[bool, typer.Option('--offline', help='Never open a connection.')]=False,
     as_json:Json=False,
 ):
     "Train, measure, and keep a Run of each training."
+    halves = 'fp16' in (names or ())
+    if plot and not halves: raise UserError('--plot draws what suite fp16 shows: `fastbench run fp16 --plot FILE`')
     changes = dict(precision=precision and precision.value, bs=batch_size, memory=memory, sample=sample, epochs=epochs, batches=batches, data=data,
                    workers=workers, seed=seed)
-    todo = list(dict.fromkeys(but(o, **_given(changes)) for o in expand(names or ['quick'])))
+    todo = list(dict.fromkeys(_limited(but(o, **_given(changes)), halves) for o in expand(names or ['quick'])))
     check_folder(out)
-    paths,code = _run_all(todo, repeats, out, device=device, offline=offline)
+    refused = {}
+    paths,code = _run_all(todo, repeats, out, refused, device=device, offline=offline)
     kept = [load(o) for o in paths]
     if as_json: _json([_full(o) for o in kept])
     else: _report(kept, repeats)
+    if halves and (kept or refused): _halves(kept, refused, plot, as_json)
     raise typer.Exit(code or (4 if any(o.status != 'ok' for o in kept) else 0))
+
+# %% ../nbs/50_cli.ipynb #f6f73bac
+def _limited(recipe, halves): return but(recipe, memory=None) if halves and recipe.bs != 'largest' else recipe
+
+def _halves(kept, refused, plot, as_json):
+    from fastbench.precision import Precisions
+    names = suites()['fp16']
+    table = Precisions([o for o in kept if o.recipe.get('name') in names], [(r, why) for r,why in refused.items() if r.name in names])
+    if not as_json: print(f'\n{table}')
+    if plot and any(r['seconds'] for r in table.rows): _draw(table, plot)
+    elif plot: print('fastbench: no picture: no training went through', file=sys.stderr)
 
 # %% ../nbs/50_cli.ipynb #82fe0ceb
 def _complain(e):
@@ -143,10 +159,10 @@ def _complain(e):
     print(f"fastbench: {' '.join(str(e).split())}", file=sys.stderr)
     return 4 if isinstance(e, (DataUnavailable, NotKept, CannotStart)) else 2
 
-def _run_all(todo, repeats, out, **options):
+def _run_all(todo, repeats, out, refused=None, **options):
     "The files of the Runs, and 0, or the exit code that they do not tell of"
     from fastbench.launch import Interrupted, launch
-    paths,code,refused = [],0,{}
+    paths,code,refused = [],0,{} if refused is None else refused
     for i in range(repeats):
         for r in todo:
             if r in refused: continue

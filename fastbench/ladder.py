@@ -6,13 +6,13 @@
 __all__ = ['ladder_rows', 'Climb', 'plot_ladder', 'ladder_recipes', 'ladder']
 
 # %% ../nbs/43_ladder.ipynb #9dbcfefe
-import csv, io, json
-from html import escape
+import json
 from statistics import median
 
 from .phases import from_dict, stats
 from .recipe import Ladder, UserError, get_ladder, ladders
 from .record import Run
+from .sheet import Sheet
 from .table import seconds
 
 # %% ../nbs/43_ladder.ipynb #b9fffb45
@@ -54,15 +54,14 @@ def ladder_rows(ladder:Ladder, # Which
     return rows
 
 # %% ../nbs/43_ladder.ipynb #87333117
-_columns = [('rung', 'rung', str), ('seconds', 'to target', lambda x: seconds(x) or '-'), ('epochs', 'epochs', lambda x: '' if x is None else f'{x:g}'),
-            ('accuracy', 'accuracy', lambda x: '' if x is None else f'{x:.2%}'), ('total', 'total', lambda x: '' if x is None else f'{x:.2f}x'),
-            ('gain', 'step', lambda x: '' if x is None else f'{x:.2f}x'), ('compile', 'compile', lambda x: seconds(x) if x else ''),
-            ('flops', 'GFLOPs a sample', lambda x: '' if x is None else f'{x/1e9:.2f}'), ('share', 'of peak', lambda x: '' if x is None else f'{x:.0%}'),
-            ('published', 'published', lambda x: '' if x is None else f'{x:g} s'), ('published_accuracy', 'its accuracy', lambda x: '' if x is None else f'{x:.1%}'),
-            ('published_total', 'its total', lambda x: '' if x is None else f'{x:.1f}x')]
+_columns = [('rung', 'rung', str), ('seconds', 'to target', seconds), ('epochs', 'epochs', '{:g}'.format), ('accuracy', 'accuracy', '{:.2%}'.format),
+            ('total', 'total', '{:.2f}x'.format), ('gain', 'step', '{:.2f}x'.format), ('compile', 'compile', seconds),
+            ('flops', 'GFLOPs a sample', lambda x: f'{x/1e9:.2f}'), ('share', 'of peak', '{:.0%}'.format), ('published', 'published', '{:g} s'.format),
+            ('published_accuracy', 'its accuracy', '{:.1%}'.format), ('published_total', 'its total', '{:.1f}x'.format)]
 
-class Climb:
+class Climb(Sheet):
     "The rungs of a ladder with what each took and gained"
+    columns,missing = _columns,dict(seconds='-')
     def __init__(self, ladder:Ladder, # Which
                  runs:list, # `Run`s of its rungs
         ):
@@ -80,39 +79,9 @@ class Climb:
         if peak: self.notes.append(f'of peak: FLOPs of training a second, against {peak/1e9:,.0f} GFLOP/s that this machine reached on a matrix product')
         self.notes += [o for o in dict.fromkeys(w for r in runs for w in r.warnings) if 'never reached' not in o]
 
-    def _body(self):
-        cols = [(k, h, f) for k,h,f in _columns if any(r.get(k) is not None for r in self.rows)]
-        return [h for _,h,_ in cols], [[f(r.get(k)) if r.get(k) is not None or k == 'seconds' else '' for k,_,f in cols] for r in self.rows]
-
-    def __str__(self):
-        head,body = self._body()
-        widths = [max(map(len, o)) for o in zip(head, *body)]
-        def line(o): return '  '.join(c.ljust(w) if not i else c.rjust(w) for i,(c,w) in enumerate(zip(o, widths))).rstrip()
-        return '\n'.join([self.title, line(head), *map(line, body), *self.notes])
-
-    def to_markdown(self)->str:
-        "A GitHub table with the notes below it"
-        head,body = self._body()
-        def line(o): return '| ' + ' | '.join(str(c).replace('|', '\\|') for c in o) + ' |'
-        return '\n'.join([f'**{self.title}**', '', line(head), line(['---'] + ['---:']*(len(head)-1)), *map(line, body), '', *(f'- {o}' for o in self.notes)])
-
-    def _repr_html_(self):
-        head,body = self._body()
-        def row(cells, tag): return '<tr>' + ''.join(f'<{tag}>{escape(str(c))}</{tag}>' for c in cells) + '</tr>'
-        notes = ''.join(f'<div>{escape(o)}</div>' for o in self.notes)
-        return f'<b>{escape(self.title)}</b><table>{row(head, "th")}{"".join(row(o, "td") for o in body)}</table>{notes}'
-
     def to_json(self)->str:
-        "Title, rows, notes"
-        return json.dumps(dict(ladder=self.ladder.name, rows=self.rows, notes=self.notes, runs=[r.id for r in self.runs]), indent=1)
-
-    def to_csv(self)->str:
-        "A line a rung; seconds, shares"
-        out = io.StringIO()
-        w = csv.DictWriter(out, list(self.rows[0]), extrasaction='ignore', restval='', lineterminator='\n')
-        w.writeheader()
-        w.writerows({k: '' if v is None else v for k,v in r.items()} for r in self.rows)
-        return out.getvalue()
+        "Name of the ladder, rows, notes, ids of the Runs"
+        return json.dumps(dict(ladder=self.ladder.name) | json.loads(super().to_json()), indent=1)
 
 # %% ../nbs/43_ladder.ipynb #cea83a73
 def plot_ladder(climb:Climb, # What to draw
