@@ -107,6 +107,7 @@ class _Room:
         "Do the tries so far foretell that `bs` does not fit?"
         if self.device.type != 'cpu' or len(self.seen) < 1: return False
         (a,x),*rest = sorted(self.seen)[-2:][::-1]
+        if bs < a and not rest: return False  # one try says nothing of a smaller batch
         slope = (x - rest[0][1])/(a - rest[0][0]) if rest else 0.
         return x + max(slope, 0.)*(bs - a) > min(self.limit, self._all())
 

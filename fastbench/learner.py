@@ -22,7 +22,7 @@ from .callback.ema import EMACallback
 from .callback.tta import FlipTTA
 from .muon import muon
 from .optimizer import torch_opt
-from .recipe import Recipe, UserError, but, get_recipe
+from .recipe import Recipe, UserError, but, get_recipe, recipes
 from .training import find_device, precision_on
 from .vision.augment import augmented
 from .vision.data import TooFewImages, vision_dls
@@ -73,7 +73,7 @@ def _dls(r, bs, device, offline):
                    device=device, offline=offline, split=r.split)
     try: dls = make(bs)
     except TooFewImages as e:
-        if r.sample == 1: raise
+        if r.sample == 1 or bs != getattr(recipes().get(r.name), 'bs', None): raise
         warnings.warn(f'a batch of {bs} was asked for, this sample ({r.sample:g}) has {e.n} training images: batches of {e.n}', stacklevel=3)
         dls = make(e.n)
     if r.augment == 'auto': return dls

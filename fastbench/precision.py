@@ -8,14 +8,14 @@ __all__ = ['precision_rows', 'Precisions', 'plot_precisions']
 # %% ../nbs/44_precision.ipynb #8dc49aa9
 from statistics import median
 
-from .phases import from_dict, rows
+from .phases import from_dict, rows, stats
 from .recipe import UserError, published
 from .record import Run
 from .sheet import Sheet
 from .table import rate, seconds
 
 # %% ../nbs/44_precision.ipynb #296379a7
-_figures = ('bs', 'seconds', 'samples_per_second', 'memory', 'accuracy')
+_figures = ('bs', 'seconds', 'trained', 'samples_per_second', 'memory', 'accuracy')
 
 def _seen(run):
     "The figures of one Run that went well"
@@ -23,7 +23,7 @@ def _seen(run):
     step = next((r for r in rows(p) if (r['phase'], r['action']) == ('train', 'step')), {}) if p else {}
     peaks = p.peaks if p else []
     dev = [o['device'] for o in peaks if 'device' in o]
-    return dict(bs=run.recipe.get('bs'), seconds=run.seconds, samples_per_second=step.get('samples_per_second'),
+    return dict(bs=run.recipe.get('bs'), seconds=run.seconds, trained=stats(p.steps['train'], 'samples')['total'] if p else None, samples_per_second=step.get('samples_per_second'),
                 memory=max(dev or [o['host'] for o in peaks], default=None), memory_of='device' if dev else 'process' if peaks else None,
                 accuracy=run.metrics.get('accuracy'), all_data=(run.extra.get('largest') or {}).get('why', '').startswith('the data set'))
 
@@ -47,8 +47,9 @@ def _row(name, arch, batch, asked, runs, why):
 def _ratios(row, base):
     def ratio(a, b): return a/b if a and b else None
     def of(k): return ratio(row[k], base[k])
+    same = not (row['trained'] and base['trained']) or abs(row['trained']/base['trained'] - 1) < .05
     lasts = row['batch'] == 'largest' and not row['all_data'] and not base['all_data']
-    return dict(faster=ratio(base['seconds'], row['seconds']), memory_ratio=of('memory') if row['memory_of'] == base['memory_of'] else None,
+    return dict(faster=ratio(base['seconds'], row['seconds']) if same else None, same=same, memory_ratio=of('memory') if row['memory_of'] == base['memory_of'] else None,
                 batch_ratio=of('bs') if lasts else None)
 
 def _published(row):
@@ -104,7 +105,7 @@ class Precisions(Sheet):
         if self.runs:
             share = each(lambda o: f"{o.recipe['sample']:.3g} of " if o.recipe.get('sample', 1) != 1 else '')
             yield (f"{share}{each(lambda o: o.data.get('name'))} at {each(lambda o: str(o.recipe.get('size') or ''))} px, "
-                   f"{each(lambda o: str(o.recipe.get('epochs') or ''))} epochs, on {each(lambda o: o.device.get('name'))}")
+                   f"epochs: {each(lambda o: str(o.recipe.get('epochs') or ''))}, on {each(lambda o: o.device.get('name'))}")
             yield 'figures are medians of the repeats' if any(r['n'] > 1 for r in self.rows) else 'one run of each: differences of a few percent are chance'
         if any(r.get('faster') for r in self.rows): yield 'faster and the two ratios: against fp32 at the same batch, or at the largest of each'
         if any(r['memory_of'] == 'process' for r in self.rows): yield 'memory: peak of the whole process, PyTorch included (CPU)'
@@ -116,10 +117,14 @@ class Precisions(Sheet):
         def what(r): return f"{r['net']}, {r['batch']} batch, {r['precision']}"
         for r in self.rows:
             if r['status'] != 'ok': yield f"{what(r)}: {r['status']}" + (f" ({r['why']})" if r['why'] else '')
+        short = _unique(r['net'] for r in self.rows if not r.get('same', True))
+        if short: yield f"no ratio of times where the dropped last batch made one of the two train on fewer images: {', '.join(short)}"
         full = [f"{r['net']} {r['precision']}" for r in self.rows if r['all_data']]
         if full: yield f"the largest batch is all training images, memory has room for more: {', '.join(full)}"
         if any(o.weights.startswith('random') for o in self.runs): yield 'weights were random at the start: accuracies and times are not those of a frozen, pretrained body'
-        yield from _unique(w for o in self.runs for w in o.warnings)
+        said = {}
+        for o in _unique(w for o in self.runs for w in o.warnings): said.setdefault(o[:10], []).append(o)
+        for first,*more in said.values(): yield first + (f' ({len(more)} more of this kind stand with the Runs)' if more else '')
 
 # %% ../nbs/44_precision.ipynb #6643bc35
 _colours = {('equal', False): '#b5d3ee', ('equal', True): '#fad2a8', ('largest', False): '#5b9bd5', ('largest', True): '#ee8f35'}
@@ -140,6 +145,7 @@ def _bars(ax, nets, rows, key, scale=1., kinds=tuple(_colours), mark=None, form=
     ax.set_xticks(range(len(nets)), nets)
     ax.set_xlim(-.5, len(nets)-.5)
     ax.margins(y=.15 if points else .08)
+    if not points: ax.set_ylim(bottom=0)
     ax.spines[['top', 'right']].set_visible(False)
 
 def _bar(ax, x, v, w, colour, form, points):

@@ -13,7 +13,7 @@ from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper, SGD
 from torch import nn
 
-from fastbench.batch_size import BatchSize, _again, _search, is_oom, parse_memory
+from fastbench.batch_size import BatchSize, _Room, _again, _search, is_oom, parse_memory
 from fastbench.callback.amp import MixedPrecision
 from fastbench.callback.channelslast import ChannelsLast
 from fastbench.callback.checkpointing import GradientCheckpointing
@@ -235,3 +235,11 @@ def test_command():
     assert got.stdout.splitlines()[0] == '2' and 'samples/s' in got.stdout and got.stdout.splitlines()[2].endswith('max')
     got = command('digits-xresnet18', '--memory', 'lots')
     assert got.returncode == 2 and "memory='lots'" in got.stderr.splitlines()[-1] and not got.stdout
+
+
+def test_one_try_that_fails_foretells_nothing_of_a_smaller_batch():
+    room = _Room(torch.device('cpu'), 10**9, 0., 0)
+    room.seen = [(16, 2*10**9)]
+    assert not room.hopeless(8) and room.hopeless(32)
+    room.seen.append((8, 13*10**8))
+    assert room.hopeless(5) and not room.hopeless(4)

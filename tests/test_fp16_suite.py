@@ -14,6 +14,7 @@ from torchvision import models
 
 from fastbench.download import DataUnavailable
 from fastbench.learner import bench_learner
+from fastbench.phases import Profile, to_dict
 from fastbench.precision import Precisions
 from fastbench.recipe import UserError, but, expand, get_recipe, published
 from fastbench.record import Run, from_json
@@ -119,6 +120,7 @@ def test_a_batch_larger_than_a_sample():
     assert learn.recipe.bs == learn.dls.info['bs'] == learn.dls.info['n_train'] and len(learn.dls.train) == 1
     with pytest.raises(UserError, match='bs=408000 cannot be'):
         bench_learner('cifar100-resnet18', device='cpu', offline=True, **{**SMALL, 'bs': 408000, 'sample': 1.})
+    with pytest.raises(UserError, match='bs=200 cannot be'): bench_learner('cifar100-resnet18', device='cpu', offline=True, **{**SMALL, 'bs': 200})
 
 
 def test_what_has_no_effect_is_refused():
@@ -182,6 +184,16 @@ def test_ratios_failures_and_refusals():
     text = str(table)
     assert 'resnet50, equal batch, fp32: refused (no data)' in text and 'failed (OutOfMemoryError: no room)' in text and 'one run of each' in text
     assert rows['resnet50', 'equal', 'fp16']['seconds'] is None and rows['resnet50', 'equal', 'fp16']['faster'] is None
+
+
+def test_times_of_unequal_work_have_no_ratio():
+    def of(asked, n, bs):
+        p = Profile()
+        log = p.steps['train']
+        log.add([dict(samples=n, step=1.).get(c, 0.) for c in log.columns])
+        return made_up(18, asked, 'largest', bs, profile=to_dict(p))
+    a, b = Precisions([of('fp32', 16, 16), of('mixed', 26, 26)]).rows, Precisions([of('fp32', 99, 16), of('mixed', 100, 26)]).rows
+    assert a[1]['faster'] is None and b[1]['faster'] == 1. and a[1]['batch_ratio'] == 26/16
 
 
 def test_repeats_are_medians():
