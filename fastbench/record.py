@@ -60,6 +60,7 @@ class Run:
 
     def __post_init__(self):
         if not isinstance(self.status, str) or self.status not in STATUSES: raise UserError(f'status={self.status!r} cannot be: one of {", ".join(STATUSES)}')
+        self.recipe = plain(self.recipe)
         self.id = self.id or new_id(self.recipe.get('name', 'run'))
         self.started = self.started or datetime.now(timezone.utc).isoformat(timespec='seconds')
 

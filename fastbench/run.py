@@ -23,7 +23,7 @@ from .environment import device_info, environment, machine_state, warnings_betwe
 from .learner import bench_learner
 from .phases import to_dict
 from .recipe import Recipe, UserError, get_recipe
-from .record import Run
+from .record import Run, plain
 from .training import find_device
 
 # %% ../nbs/40_run.ipynb #1f17a1e5
@@ -51,8 +51,9 @@ class Watch(Callback):
         now = time.monotonic()
         if now > self._next or self.iter+1 == self.n_iter:
             self._next = now + .2
-            self.diverged |= bool(self.training and not math.isfinite(self.recorder.losses[-1]))
+            if self.training: self.diverged |= not math.isfinite(self.recorder.losses[-1])
             self._tell(dict(epoch=self.epoch, epochs=self.n_epoch, step=self.iter+1, steps=self.n_iter, phase='train' if self.training else 'valid'))
+        if self.training and self.learn.loss.device.type == 'cpu': self.diverged |= not math.isfinite(self.learn.loss.detach().mean())
         self.stopped = bool(self._stop())
         if self.diverged or self.stopped: raise CancelFitException
 
@@ -115,7 +116,7 @@ def _build(r, device, offline):
 def _describe(run, r, learn):
     "What is really used"
     info = dict(learn.dls.info)
-    run.recipe = {k: info.get(k) if v is None else v for k,v in vars(learn.recipe).items()}
+    run.recipe = plain({k: info.get(k) if v is None else v for k,v in vars(learn.recipe).items()})
     changed = {k: v for k,v in vars(r).items() if v is not None and v != run.recipe[k]}
     if changed: run.extra['asked'] = changed
     if hasattr(learn, 'largest'): run.extra['largest'] = learn.largest

@@ -233,7 +233,7 @@ def test_nothing_is_left_on_the_learner(monkeypatch):
 @pytest.mark.parametrize('kwargs,why', [
     (dict(name='digits-xresnet81'), "unknown recipe 'digits-xresnet81'; did you mean 'digits-xresnet18'"), (dict(speed=9), "unknown field 'speed'"),
     (dict(precision='fp16'), 'precision fp16 on a CPU'), (dict(bs=0), 'bs=0'),
-    (dict(bs=5000), '5000.*training images'), (dict(data='nosuch'), "unknown data source 'nosuch'"), (dict(device='tpu'), "'tpu' cannot be.*cpu, cuda"),
+    (dict(bs=5000, sample=1.), '5000.*training images'), (dict(data='nosuch'), "unknown data source 'nosuch'"), (dict(device='tpu'), "'tpu' cannot be.*cpu, cuda"),
     (dict(device='meta'), "'meta' cannot be"), (dict(device=[]), 'cannot be')])
 def test_mistakes(kwargs, why):
     with pytest.raises(UserError, match=why) as e: train(**kwargs)

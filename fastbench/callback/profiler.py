@@ -76,7 +76,7 @@ class Profiler(Callback):
     @_live.setter
     def _live(self, v):
         self._clock = self.watch.mark if v else None
-        if hasattr(type(self._learn), '_stamp'): self._learn._stamp = self._clock  # a FastLoop
+        if hasattr(type(self._learn), '_stamp'): self._learn._stamp = self.watch.tape() if v else None  # a FastLoop
 
     def __call__(self, event_name):
         if self._clock and event_name not in _rare: self._clock(FIRST[event_name])
@@ -87,6 +87,7 @@ class Profiler(Callback):
         if self._nested: return self._inside(event_name)
         if event_name == 'before_fit': return self._begin()
         if not w.running: return
+        if w.taped: w.replay()
         if event_name == 'before_validate' and w.last in _inside_event: return self._nest(event_name, 'after_validate')
         w.mark(FIRST[event_name])
         if event_name == 'before_epoch' and self._validation: self._arm()
