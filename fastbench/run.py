@@ -117,7 +117,7 @@ def _describe(run, r, learn):
     "What is really used"
     info = dict(learn.dls.info)
     run.recipe = plain({k: info.get(k) if v is None else v for k,v in vars(learn.recipe).items()})
-    changed = {k: v for k,v in vars(r).items() if v is not None and v != run.recipe[k]}
+    changed = {k: v for k,v in plain(vars(r)).items() if v is not None and v != run.recipe[k]}
     if changed: run.extra['asked'] = changed
     if hasattr(learn, 'largest'): run.extra['largest'] = learn.largest
     run.data,run.precision['effective'] = info,learn.precision
