@@ -77,7 +77,7 @@ def test_weights_of_the_hubs_cache(dls, home, planted, monkeypatch):
     frozen = [p.requires_grad for p in learn.model[0][7][1].conv2.parameters()]
     assert not any(frozen) and all(p.requires_grad for p in learn.model[1].parameters())
     (home/'hub/checkpoints'/name).write_bytes(b'cut off')
-    with pytest.warns(UserWarning, match='offline'): learn = torchvision_learner(dls, 'resnet18', offline=True)
+    with pytest.warns(UserWarning, match='offline, and there is no'): learn = torchvision_learner(dls, 'resnet18', offline=True)
     assert learn.weights.startswith('random')
 
 
@@ -206,6 +206,8 @@ def test_formats_say_the_same(tmp_path):
     rows = list(csv.DictReader(io.StringIO(table.to_csv())))
     assert float(rows[1]['faster']) == 2.5 and rows[0]['faster'] == '' and json.loads(table.to_json())['rows'][1]['faster'] == 2.5
     assert '| resnet18 | equal | fp16 |' in table.to_markdown() and '2.50x' in table.to_markdown()
+    table.rows[0]['net'] = '<i>'
+    assert '<td>&lt;i&gt;</td>' in table._repr_html_()
     assert '&lt;b&gt;' in table._repr_html_() and '<b>' not in table._repr_html_().split('</b>', 1)[1]
     import matplotlib
     matplotlib.use('agg')
