@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['EVENTS', 'FIRST', 'LAST', 'ITER', 'DRAW', 'STARTED', 'DRAWN', 'END', 'CLOSE', 'UNSCALE', 'UNSCALED', 'COMPILE',
-           'N_MARKS', 'AFTER', 'DEVICE_ACTIONS', 'Stopwatch', 'ManualClock', 'batch_size', 'TimedLoader', 'first_batch',
-           'DeviceClock']
+           'N_MARKS', 'COUNT', 'AFTER', 'DEVICE_ACTIONS', 'Stopwatch', 'ManualClock', 'batch_size', 'TimedLoader',
+           'first_batch', 'DeviceClock']
 
 # %% ../../nbs/08_callback.stamps.ipynb #efd9512c
 import multiprocessing
@@ -24,6 +24,7 @@ FIRST = {o: 2*i for i,o in enumerate(EVENTS)}
 LAST = {o: 2*i+1 for i,o in enumerate(EVENTS)}
 ITER,DRAW,STARTED,DRAWN,END,CLOSE,UNSCALE,UNSCALED,COMPILE = range(2*len(EVENTS), 2*len(EVENTS)+9)
 N_MARKS = COMPILE+1
+COUNT = -1  # on the tape: no mark, but how many samples and tokens were drawn
 
 # %% ../../nbs/08_callback.stamps.ipynb #700bc51a
 AFTER = {LAST['before_batch']: 'forward', LAST['after_pred']: 'loss', LAST['before_backward']: 'backward', LAST['before_step']: 'opt_step',
@@ -39,8 +40,6 @@ def _action(mark, phase):
 _COLUMN = {p: [len(HEAD) + LEAVES[p].index(_action(m, p)) for m in range(N_MARKS)] for p in LEAVES}
 
 # %% ../../nbs/08_callback.stamps.ipynb #9bb95054
-_complete = frozenset((FIRST['after_batch'], LAST['after_batch']))  # a step that came to here is whole
-
 class Stopwatch:
     "Turns marks into a `Profile`"
     def __init__(self,
@@ -48,7 +47,7 @@ class Stopwatch:
         clock=perf_counter, # Seconds, monotonic
     ):
         self.profile,self.clock,self.running = profile or Profile(),clock,False
-        self.watchers,self.device,self.compiled,self.taped = (),None,lambda: 0,[]
+        self.watchers,self.device,self.compiled,self.taped,self.due = (),None,lambda: 0,[],0.
         self.look,self.looking = inf,None  # called at the first step after `look`
         self.turns = [None]*N_MARKS
         def on(f, *marks):
@@ -59,7 +58,7 @@ class Stopwatch:
         on(self._leave, LAST['after_train'], LAST['after_validate'], FIRST['after_cancel_epoch'], FIRST['after_epoch'])
         on(self._end_epoch, LAST['after_epoch'], FIRST['after_cancel_fit'], FIRST['after_fit'])
         on(self._begin_step, DRAW)
-        on(self._completed, *_complete)
+        on(self._complete, FIRST['after_batch'], LAST['after_batch'])
         on(self._end_step, END, CLOSE)
 
     def mark(self, m:int # Which mark was passed
@@ -76,7 +75,7 @@ class Stopwatch:
         if turn is not None: turn()
 
     def tape(self): # What to call with a mark within a batch
-        "`mark` for a hot loop: the clock is read now, the arithmetic is left for the next `mark`"
+        "`mark` for a hot loop: the clock is read now, the arithmetic follows at the next `mark`, or a few times a second"
         if self.watchers: return self.mark  # they want to know at once
         clock,add = self.clock,self.taped.append
         def stamp(m): add((m, clock()))
@@ -84,13 +83,20 @@ class Stopwatch:
 
     def replay(self):
         "Credit what is on the tape"
+        taped,turns = self.taped[:],self.turns
+        self.taped.clear()
         row,column,last,t = self.row,self.column,self.last,self.t
-        for m,now in self.taped:
+        for m,now in taped:
+            if m == COUNT:
+                self.samples,self.tokens = now
+                continue
             row[column[last]] += now - t
             last,t = m,now
-            if m in _complete: self.done = True
-        self.last,self.t = last,t
-        self.taped.clear()
+            if turns[m] is not None:
+                self.last,self.t = last,t
+                turns[m]()
+                row = self.row
+        self.last,self.t,self.due = last,t,t + .25
 
 # %% ../../nbs/08_callback.stamps.ipynb #579a2972
 @patch
@@ -188,7 +194,7 @@ def _begin_step(self:Stopwatch):
     if self.t > self.look: self.looking()
 
 @patch
-def _completed(self:Stopwatch): self.done = True
+def _complete(self:Stopwatch): self.done = True
 
 @patch
 def _end_step(self:Stopwatch):
@@ -254,22 +260,26 @@ class TimedLoader:
         return self._batches()
 
     def _batches(self):
-        watch,it = self.watch,None
+        watch,taped,it = self.watch,self.watch.taped,None
+        stamp = watch.tape()
         try:
             watch.mark(ITER)
             it = iter(self.dl)
             get = first_batch
+            watch.mark(DRAW)
             while True:
-                watch.mark(DRAW)
                 try: b = get(it, self.dl, watch)
                 except StopIteration:
+                    watch.replay()
                     watch.last = END  # this was no draw: the loader found its end and joined its workers
                     return
-                watch.mark(DRAWN)
-                watch.samples,watch.tokens = batch_size(b)
+                stamp(DRAWN)
+                taped.append((COUNT, batch_size(b)))
                 if self.first is not None and get is first_batch: self.first(b)
                 yield b
                 get = _next_batch
+                stamp(DRAW)
+                if taped and taped[-1][1] > watch.due: watch.replay()
         finally: watch.mark(END if watch.last == END else CLOSE)
 
 def _next_batch(it, dl, watch): return next(it)
