@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader as TorchDataLoader, TensorDataset
 
 import fastbench.callback.profiler as profiler_module
 from fastbench.callback.profiler import Profiler
-from fastbench.callback.stamps import DRAW, EVENTS, FIRST, LAST, DeviceClock, ManualClock, Stopwatch, TimedLoader
+from fastbench.callback.device import DeviceClock
+from fastbench.callback.stamps import DRAW, EVENTS, FIRST, LAST, ManualClock, Stopwatch, TimedLoader
 from fastbench.loop import FastLoop
 from fastbench.phases import TRAIN, VALID, rows
 

@@ -16,7 +16,8 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from .ending import forget, when_cut
-from .stamps import COMPILE, DeviceClock, FIRST, LAST, Stopwatch, TimedLoader, UNSCALE, UNSCALED
+from .device import DeviceClock
+from .stamps import COMPILE, FIRST, LAST, Stopwatch, TimedLoader, UNSCALE, UNSCALED
 from .trace import Trace
 from ..memory import PeakMemory
 from ..flops import count_flops, matmul_peak

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['EVENTS', 'FIRST', 'LAST', 'ITER', 'DRAW', 'STARTED', 'DRAWN', 'END', 'CLOSE', 'UNSCALE', 'UNSCALED', 'COMPILE',
-           'N_MARKS', 'COUNT', 'AFTER', 'DEVICE_ACTIONS', 'Stopwatch', 'ManualClock', 'batch_size', 'TimedLoader',
-           'first_batch', 'DeviceClock']
+           'N_MARKS', 'COUNT', 'AFTER', 'COLUMN', 'Stopwatch', 'ManualClock', 'batch_size', 'TimedLoader',
+           'first_batch']
 
 # %% ../../nbs/08_callback.stamps.ipynb #efd9512c
 import multiprocessing
@@ -37,7 +37,7 @@ def _action(mark, phase):
     if phase == 'valid' and a == 'forward': a = 'predict'
     return a if a in LEAVES[phase] else 'unattributed'
 
-_COLUMN = {p: [len(HEAD) + LEAVES[p].index(_action(m, p)) for m in range(N_MARKS)] for p in LEAVES}
+COLUMN = {p: [len(HEAD) + LEAVES[p].index(_action(m, p)) for m in range(N_MARKS)] for p in LEAVES}
 
 # %% ../../nbs/08_callback.stamps.ipynb #9bb95054
 class Stopwatch:
@@ -124,7 +124,7 @@ def close(self:Stopwatch):
 # %% ../../nbs/08_callback.stamps.ipynb #106c742a
 @patch
 def _enter(self:Stopwatch, phase):
-    self.phase,self.column = phase,_COLUMN[phase]
+    self.phase,self.column = phase,COLUMN[phase]
     self.row = [0.]*(len(HEAD)+len(LEAVES[phase]))
 
 @patch
@@ -308,51 +308,3 @@ def first_batch(it, # Iterator over `dl`
     finally:
         del fake._index_sampler
         if watch.last == ITER: watch.mark(STARTED)
-
-# %% ../../nbs/08_callback.stamps.ipynb #fd415ccf
-DEVICE_ACTIONS = ('to_device', 'forward', 'predict', 'loss', 'backward', 'opt_step', 'zero_grad')
-_ON_DEVICE = {p: [LEAVES[p][c-len(HEAD)] in DEVICE_ACTIONS for c in _COLUMN[p]] for p in LEAVES}
-
-class DeviceClock:
-    "Events in the device's queue, read when the device has passed them"
-    def __init__(self, new_event # Makes an event with record(), query(), synchronize(), elapsed_time(other) in ms
-        ): self.new_event,self.pool,self.step,self.waiting = new_event,[],[],[]
-
-    def __call__(self, watch, last, m):
-        "A watcher of a `Stopwatch`: drop an event where device work begins or ends"
-        on = _ON_DEVICE[watch.phase]
-        if not (on[m] or on[last]): return
-        e = self.pool.pop() if self.pool else self.new_event()
-        e.record()
-        self.step.append((e, watch.column[m] if on[m] else None))
-
-    def close_step(self, profile, phase, row):
-        "The host has finished a step: keep its row until the device has, too"
-        self.waiting.append((profile, phase, row, self.step))
-        self.step = []
-        self.drain()
-
-    def drop_step(self):
-        "The step was cut off"
-        self.pool.extend(e for e,_ in self.step)
-        self.step = []
-
-    def drain(self, wait:bool=False # Wait for the device: only after a fit
-        ):
-        "Read the steps that the device has finished"
-        while self.waiting:
-            profile,phase,row,events = self.waiting[0]
-            if events and wait: events[-1][0].synchronize()
-            if events and not events[-1][0].query(): break
-            self.waiting.pop(0)
-            row[2] = float(row[2])  # a count that was on its way has arrived
-            profile.steps[phase].add(row)
-            if events: profile.device[phase].add(self._read(row, events))
-
-    def _read(self, row, events):
-        res = row[:3] + [0.]*(len(row)-3)
-        for (a,c),(b,_) in zip(events, events[1:]):
-            if c is not None: res[c] += a.elapsed_time(b)/1e3
-        res[3] = events[0][0].elapsed_time(events[-1][0])/1e3
-        self.pool.extend(e for e,_ in events)
-        return res
