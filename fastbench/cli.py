@@ -130,7 +130,8 @@ def run(
     if plot and not halves: raise UserError('--plot draws what suite fp16 shows: `fastbench run fp16 --plot FILE`')
     changes = dict(precision=precision and precision.value, bs=batch_size, memory=memory, sample=sample, epochs=epochs, batches=batches, data=data,
                    workers=workers, seed=seed)
-    todo = list(dict.fromkeys(_limited(but(o, **_given(changes)), halves) for o in expand(names or ['quick'])))
+    def variants(name): return dict.fromkeys(_limited(but(o, **_given(changes)), halves) for o in expand([name]))  # an option can make two the same
+    todo = [o for name in names or ['quick'] for o in variants(name)]
     check_folder(out)
     refused = {}
     paths,code = _run_all(todo, repeats, out, refused, device=device, offline=offline)
