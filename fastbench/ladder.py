@@ -47,9 +47,9 @@ def ladder_rows(ladder:Ladder, # Which
     "What each rung took and gained"
     rows = [_row(o, [r for r in runs if r.recipe.get('name') == f'{ladder.name}-{o.name}']) for o in ladder.rungs]
     def ratio(a, b): return a/b if a and b else None
-    rows = [r for r in rows if r['n']] or rows
+    first,rows = rows[0],[r for r in rows if r['n']] or rows
     for i,r in enumerate(rows):
-        r['total'],r['published_total'] = ratio(rows[0].get('seconds'), r.get('seconds')),ratio(rows[0]['published'], r['published'])
+        r['total'],r['published_total'] = ratio(first.get('seconds'), r.get('seconds')),ratio(first['published'], r['published'])
         r['gain'] = ratio(rows[i-1].get('step'), r.get('step')) if i else None
     return rows
 

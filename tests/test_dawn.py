@@ -254,6 +254,11 @@ def test_a_climb():
     with pytest.raises(UserError, match='nothing to draw'): Climb(ladder, [made_up('dawn', 'baseline')]).plot()
 
 
+def test_without_the_first_rung_there_is_no_total():
+    rows = Climb(get_ladder('dawn'), [made_up('dawn', 'resnet9', 10.)]).rows
+    assert len(rows) == 1 and rows[0]['seconds'] == 10 and rows[0]['total'] is None
+
+
 def test_a_repeat_that_missed_the_target_leaves_the_rung_without_a_time():
     rows = Climb(get_ladder('dawn'), [made_up('dawn', 'baseline', 10.), made_up('dawn', 'baseline')]).rows
     assert rows[0]['seconds'] is None and rows[0]['status'] == 'target not reached'
