@@ -99,7 +99,8 @@ def plot_ladder(climb:Climb, # What to draw
     known = [(i, r['published_total']) for i,r in enumerate(rows) if r['published_total']]
     ax.scatter([x for _,x in known], [i for i,_ in known], color='tab:orange', zorder=3, label='published, on its author\'s machine')
     ax.set(xlabel='times as fast to the target as the first rung', xscale='log', title=climb.ladder.name)
-    ax.set_xlim(right=2.6*max([r['total'] for r in rows] + [x for _,x in known]))
+    top = max([r['total'] for r in rows] + [x for _,x in known])
+    ax.set_xlim(right=3*top*max(1, top)**.3)  # room for the words
     ax.invert_yaxis()
     if known: ax.legend(loc='lower right', fontsize=9)
     return ax
