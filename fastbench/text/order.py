@@ -20,7 +20,7 @@ def windowed(lengths, # Tokens of each text, an array
     order = rng.permutation(len(lengths))
     n = max(1, round(len(order)/size))
     window = np.arange(len(order))*n//max(1, len(order))
-    return order[np.lexsort((np.where(window%2, 1, -1)*lengths[order], window))]
+    return order[np.lexsort((np.where((n-1-window)%2, 1, -1)*lengths[order], window))]
 
 # %% ../../nbs/22_text.order.ipynb #0d5dabed
 def cut(lengths, # Tokens of each text, in the order in which they come
@@ -56,6 +56,7 @@ def epoch(lengths, # Tokens of each text, an array
           max_tokens:int|None=None, # Tokens of a batch, padding included, of kind 'budget' or 'packed'
           rng=None, # numpy Generator: a random epoch; None: sorted from long to short ('random': as they come)
           window:int=400, # Batches in a window
+          group:int=1, # Neighbours in the sorted order that stay together: in every `group` batches of the result
           drop_last:bool=False, # Leave out texts that do not fill a batch of `bs`, or a round of ranks
           rank:int=0, # Which of several processes this is
           world_size:int=1, # How many there are
@@ -73,7 +74,7 @@ def epoch(lengths, # Tokens of each text, an array
     batches = np.split(order, cut(lengths[order], 'sorted' if kind == 'random' else kind, bs, max_tokens))
     if drop_last and kind in ('sorted', 'random') and len(batches[-1]) < bs: batches.pop()
     rounds = _rounds(batches, world_size, drop_last)
-    if rng is not None and rounds: rounds = _shuffled(rounds, lengths, rng, kind)
+    if rng is not None and rounds: rounds = _shuffled(rounds, lengths, rng, group)
     return [o[rank] for o in rounds]
 
 # %% ../../nbs/22_text.order.ipynb #1f75a20d
@@ -97,8 +98,10 @@ def _split(batches, n):
         batches[i:i+1] = np.array_split(batches[i], 2)
     return batches
 
-def _shuffled(rounds, lengths, rng, kind):
-    longest = max(range(len(rounds)), key=lambda i: max(lengths[b].max() for b in rounds[i]))
-    first = rounds.pop(longest)
-    tail = [rounds.pop()] if rounds and kind in ('sorted', 'random') and len(rounds[-1][-1]) < len(first[-1]) else []
-    return [first] + [rounds[i] for i in rng.permutation(len(rounds))] + tail
+def _shuffled(rounds, lengths, rng, group):
+    "The longest text's first, a group that is not whole last"
+    groups = [rounds[i:i+group] for i in range(0, len(rounds), group)]
+    last = [groups.pop()] if len(groups[-1][-1][-1]) < len(groups[-1][0][0]) or len(groups[-1]) < group else []
+    longest = [lengths[np.concatenate([b for o in g for b in o])].max() for g in groups]
+    first = [groups.pop(int(np.argmax(longest)))] if groups else []
+    return [o for g in first + [groups[i] for i in rng.permutation(len(groups))] + last for o in g]
