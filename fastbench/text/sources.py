@@ -9,6 +9,7 @@ __all__ = ['text_sources', 'families', 'TextSource', 'Texts', 'TextSet', 'find_t
 
 # %% ../../nbs/20_text.sources.ipynb #733a23f4
 import ast, json, random, sys, warnings
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -250,15 +251,20 @@ def _train(texts, size, family):
     "A tokenizer of `tokenizers`"
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     fam = families[family]
-    word,names = fam['kind'] == 'wordpiece', fam['specials'].split()
-    tok = Tokenizer(models.WordPiece(unk_token='[UNK]') if word else models.BPE())
-    if word: tok.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tok.pre_tokenizer = pre_tokenizers.BertPreTokenizer() if word else pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tok.decoder = decoders.WordPiece() if word else decoders.ByteLevel()
-    specials = [AddedToken(o, lstrip='mask' in o.lower() and not word, special=True) for o in names]
-    args = dict(vocab_size=size, special_tokens=specials, show_progress=False, min_frequency=2)
-    tok.train_from_iterator(texts, trainers.WordPieceTrainer(**args) if word else
-                            trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **args))
+    names,args = fam['specials'].split(), dict(show_progress=False, min_frequency=2)
+    tok = Tokenizer(models.WordPiece(unk_token='[UNK]') if fam['kind'] == 'wordpiece' else models.BPE())
+    if fam['kind'] == 'wordpiece':
+        tok.normalizer,tok.pre_tokenizer,tok.decoder = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+        chars = Counter(c for o in texts for c in tok.normalizer.normalize_str(o) if not c.isspace())
+        chars = sorted(sorted(chars, key=lambda c: (-chars[c], c))[:1000])
+        first = [*names, *chars, *('##'+c for c in chars)] # their numbers decide between equals: fixed, or each training gives other tokens
+        tok.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=max(size, len(first)), special_tokens=first, limit_alphabet=0, **args))
+        tok.model = models.WordPiece(tok.get_vocab(), unk_token='[UNK]')
+        tok = Tokenizer.from_str(json.dumps(json.loads(tok.to_str()) | dict(added_tokens=[])))
+    else:
+        tok.pre_tokenizer,tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        tok.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, special_tokens=names, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **args))
+    tok.add_special_tokens([AddedToken(o, lstrip=o == '<mask>', special=True) for o in names])
     if family == 'roberta':
         ends = [(o, tok.token_to_id(o)) for o in ('</s>', '<s>')]
         tok.post_processor = processors.RobertaProcessing(*ends, trim_offsets=True, add_prefix_space=False)
