@@ -194,7 +194,7 @@ class AWDLM(nn.Module):
                  tie_weights=True, # Let the output share the weights of the embedding
     ):
         super().__init__()
-        p = {k: v*dropout for k,v in dict(hidden_p=.15, input_p=.25, embed_p=.02, weight_p=.2).items()}
+        p = {k: v*dropout or 1e-9 for k,v in dict(hidden_p=.15, input_p=.25, embed_p=.02, weight_p=.2).items()} # at 0, WeightDropout fails
         self.encoder = AWD_LSTM(n_words, n_emb, n_hid, n_layers, pad_token=None, **p)
         self.decoder = LinearDecoder(n_words, n_emb, .1*dropout, tie_encoder=self.encoder.encoder if tie_weights else None)
         self.reset()
