@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRAIN', 'VALID', 'BETWEEN', 'LEAVES', 'FIT', 'HEAD', 'Log', 'stats', 'values', 'Profile', 'step_columns', 'to_dict',
-           'from_dict', 'rows', 'verdict', 'notes']
+           'from_dict', 'rows', 'verdict', 'padding', 'notes']
 
 # %% ../nbs/01_phases.ipynb #3aee1b13
 from array import array
@@ -20,7 +20,7 @@ VALID = ('draw', 'to_device', 'predict', 'loss', 'callbacks', 'unattributed', 'c
 BETWEEN = ('callbacks', 'unattributed', 'compile')
 LEAVES = dict(train=TRAIN, valid=VALID, between=BETWEEN)
 FIT = ('fit', 'epoch', 'train', 'valid')
-HEAD = ('warmup', 'samples', 'tokens', 'step')  # of a step's row, before its leaves
+HEAD = ('warmup', 'samples', 'tokens', 'step', 'slots')  # of a step's row, before its leaves; slots: tokens and padding together
 
 # %% ../nbs/01_phases.ipynb #d1757422
 def _moments(xs):
@@ -211,6 +211,14 @@ def _si(x):
     i = min(int(log10(x)//3), 5) if x >= 1 else 0
     return f'{x/1000**i:.3g} ' + ('', 'k', 'M', 'G', 'T', 'P')[i]
 
+def padding(profile:Profile # What was measured
+    )->float|None: # From 0 to 1; None where no batch told how many tokens it holds
+    "The share of padding in the training batches"
+    train = profile.steps['train']
+    if 'slots' not in train.columns: return None  # written by an older fastbench
+    tokens,slots = stats(train, 'tokens')['total'],stats(train, 'slots')['total']
+    return 1 - tokens/slots if slots else None
+
 def notes(profile:Profile # What was measured
     )->list: # A line each
     "What the table cannot say: warm-up, tokens, memory, efficiency, how fits ended"
@@ -218,7 +226,7 @@ def notes(profile:Profile # What was measured
     warm = sum(stats(log, 'warmup')['calls'] for log in profile.steps.values())
     if warm: res.append(f"{warm} warm-up step{'s' if warm > 1 else ''} (first batch, compilation): in calls and total, not in mean and std")
     tokens,step = stats(train, 'tokens')['mean'],stats(train, 'step')['mean']
-    if tokens and step: res.append(f'{tokens/step:,.0f} tokens/s without padding')
+    if tokens and step: res.append(f'{tokens/step:,.0f} tokens/s without padding' + ('' if (p := padding(profile)) is None else f'; {p:.2%} of what was computed is padding'))
     if peaks:
         host = max(peaks, key=lambda o: o['host'])
         text = f"peak memory: host {'' if host['host_exact'] else 'at least '}{host['host']/2**20:,.0f} MiB"

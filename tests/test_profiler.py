@@ -571,7 +571,8 @@ def test_tokens():
     learn.model.forward = lambda b: learn.model.lin(b['input_ids'])
     learn.fit(1)
     from fastbench.phases import values
-    assert values(learn.profiler.profile.steps['train'], 'tokens') == [14.]*4 and 'tokens/s without padding' in str(learn.profiler)
+    assert values(learn.profiler.profile.steps['train'], 'tokens') == [14.]*4 and 'tokens/s without padding; 56.25% of what' in str(learn.profiler)
+    assert learn.profiler.padding == 1-14/32
 
 
 def test_peak_memory_per_fit():

@@ -21,7 +21,7 @@ from .stamps import COMPILE, FIRST, LAST, Stopwatch, TimedLoader, UNSCALE, UNSCA
 from .trace import Trace
 from ..memory import PeakMemory
 from ..flops import count_flops, matmul_peak
-from ..phases import Profile, notes, rows, stats
+from ..phases import Profile, notes, padding as padding_of, rows, stats
 from ..table import Table, frame, show as show_table
 
 # %% ../../nbs/10_callback.profiler.ipynb #00b58e5d
@@ -249,6 +249,11 @@ def results(self:Profiler): # DataFrame: phase, action, calls, mean, std, total,
 def table(self:Profiler): # A `Table`
     "`results` to be shown, written or drawn"
     return Table(rows(self.profile), notes=notes(self.profile))
+
+@patch(as_prop=True)
+def padding(self:Profiler): # From 0 to 1; None where the batches do not tell their tokens
+    "The share of padding in the training batches"
+    return padding_of(self.profile)
 
 @patch(as_prop=True)
 def verdict(self:Profiler): # None where no step was measured

@@ -88,7 +88,7 @@ class Stopwatch:
         row,column,last,t = self.row,self.column,self.last,self.t
         for m,now in taped:
             if m == COUNT:
-                self.samples,self.tokens = now
+                self.samples,self.tokens,self.slots = now
                 continue
             row[column[last]] += now - t
             last,t = m,now
@@ -190,7 +190,7 @@ def resume(self:Stopwatch):
 @patch
 def _begin_step(self:Stopwatch):
     self._end_step()
-    self.in_step,self.done,self.samples,self.tokens,self.began = True,False,0,0,self.t
+    self.in_step,self.done,self.samples,self.tokens,self.slots,self.began = True,False,0,0,0,self.t
     if self.t > self.look: self.looking()
 
 @patch
@@ -204,7 +204,7 @@ def _end_step(self:Stopwatch):
         return self._flush()
     row,graphs = self.row,self.compiled()
     row[0] = float(self.phase in self.cold or graphs != self.graphs or row[-3] > 0)
-    row[1],row[2],row[3] = float(self.samples),self.tokens,self.t - self.began
+    row[1],row[2],row[3],row[4] = float(self.samples),self.tokens,self.t - self.began,float(self.slots)
     self.graphs,self.in_step = graphs,False
     if row[0]: self.cold.discard(self.phase)
     if row[-2]:  # starting workers took place inside the first draw, and is no part of the step
@@ -228,17 +228,18 @@ class ManualClock:
 def _later(n): return int(n) if n.device.type == 'cpu' else n.to('cpu', non_blocking=True)
 
 def batch_size(b # A batch: tensors in tuples, lists and dicts
-    )->tuple: # samples, tokens (0 where the batch does not say; a tensor still on its way where it is on a device)
+    )->tuple: # samples, tokens, tokens with padding (0 where the batch does not say; a tensor still on its way where it is on a device)
     "How many samples and tokens `b` holds"
     while True:
         if isinstance(b, Mapping):
             mask = b.get('attention_mask')
-            if mask is not None: return len(mask), _later(mask.sum())
+            if mask is not None: return len(mask), _later(mask.sum()), mask.numel()
+            if (ends := b.get('cu_seq_lens')) is not None: return (len(ends)-1, *[b['input_ids'].numel()]*2)
             b = next(iter(b.values()), None)
         elif isinstance(b, (tuple, list)): b = b[0] if len(b) else None
         else: break
     shape = getattr(b, 'shape', None)
-    return (shape[0] if shape else 1 if b is not None else 0), 0
+    return (shape[0] if shape else 1 if b is not None else 0), 0, 0
 
 # %% ../../nbs/08_callback.stamps.ipynb #369d51e8
 class TimedLoader:
