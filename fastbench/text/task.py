@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['tasks', 'Task', 'find_task', 'label_kind', 'pad', 'encode', 'SequenceClassification']
 
-# %% ../../nbs/23_text.task.ipynb #e707345a
+# %% ../../nbs/23_text.task.ipynb #0f08150b
 import torch
 from fastai.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat, MSELossFlat
 from fastai.metrics import F1ScoreMulti, PearsonCorrCoef, R2Score, accuracy, accuracy_multi
 
 from ..recipe import UserError, unknown
 
-# %% ../../nbs/23_text.task.ipynb #3905e4a5
+# %% ../../nbs/23_text.task.ipynb #d87c1758
 tasks = {} # Name -> `Task`
 
 class Task:
@@ -47,7 +47,7 @@ class Task:
         return dec.tolist()
     def __repr__(self): return f'{type(self).__name__}({", ".join(f"{k}={v!r}" for k,v in self.settings.items())})'
 
-# %% ../../nbs/23_text.task.ipynb #a40a1029
+# %% ../../nbs/23_text.task.ipynb #2830d396
 def find_task(task, # A name in `tasks`, a `Task`, or a class of them
               dls=None, # Data that tells its settings
               **settings, # More of them
@@ -59,7 +59,7 @@ def find_task(task, # A name in `tasks`, a `Task`, or a class of them
         task = tasks[task]
     return task(**settings) if dls is None else task.from_dls(dls, **settings)
 
-# %% ../../nbs/23_text.task.ipynb #e1b55810
+# %% ../../nbs/23_text.task.ipynb #c2d4bef6
 def label_kind(dls # `DataLoaders` of labelled texts
     )->str: # 'single', 'multi' or 'regression'
     "What kind of labels the data has"
@@ -89,7 +89,7 @@ def encode(tokenizer, # A tokenizer of transformers
     args = (list(texts),) if isinstance(texts[0], str) else map(list, zip(*texts))
     return dict(tokenizer(*args, truncation=True, max_length=max_length, padding=True, return_tensors='pt', **kwargs))
 
-# %% ../../nbs/23_text.task.ipynb #09ef4f17
+# %% ../../nbs/23_text.task.ipynb #e7e0fa05
 class SequenceClassification(Task):
     "A label, several labels, or numbers for a text or a pair of texts"
     name = head = 'sequence-classification'
