@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['hf_configs', 'auto_classes', 'max_positions', 'HFModel', 'pad_with_end', 'find_model', 'hf_config', 'n_params',
-           'hf_model']
+           'hf_quiet', 'hf_model']
 
 # %% ../../nbs/24_text.hf.ipynb #2252bf81
 import inspect, re, warnings
@@ -19,6 +19,7 @@ from torch import nn
 from ..download import DataUnavailable
 from ..environment import memory_limit
 from ..recipe import UserError, unknown
+from .packed import packed_call
 
 # %% ../../nbs/24_text.hf.ipynb #26f9a862
 def max_positions(model # A `nn.Module`
@@ -40,11 +41,12 @@ def _takes(hf):
 # %% ../../nbs/24_text.hf.ipynb #f4dbcc80
 class HFModel(nn.Module):
     "A model of transformers, called with the dict of a batch"
-    source = None
-    def __init__(self, hf # A `PreTrainedModel` with a head
+    source,fresh = None,()
+    def __init__(self, hf, # A `PreTrainedModel` with a head
+                 per_token:bool=False, # The head works on single tokens, which matters for packed batches
         ):
         super().__init__()
-        self.hf,self.takes,self.max_length = hf,_takes(hf),max_positions(hf)
+        self.hf,self.takes,self.max_length,self.per_token = hf,_takes(hf),max_positions(hf),per_token
         self.more = {k: False for k in ('use_cache', 'use_mems') if k in self.takes}
 
     @property
@@ -54,10 +56,11 @@ class HFModel(nn.Module):
         "The logits of a batch"
         n = x['input_ids'].shape[1]
         if self.max_length is not None and n > self.max_length and 'position_ids' not in x: raise UserError(_too_long(self, n))
-        return self.logits(self.run(x))
+        return self.logits(self.call_hf(x))
 
-    def run(self, x): # A `ModelOutput`
-        "The model's own call"
+    def call_hf(self, x): # A `ModelOutput`
+        "The model's own call, or the packed one"
+        if 'cu_seq_lens' in x: return packed_call(self.hf, x, self.per_token)
         return self.hf(**{k: v for k,v in x.items() if k in self.takes}, **self.more)
 
     def logits(self, out): return (out.start_logits, out.end_logits) if 'start_logits' in out else out.logits
@@ -70,7 +73,9 @@ def _too_long(model, n):
 @patch(as_prop=True)
 def supports_gradient_checkpointing(self:HFModel): return bool(getattr(self.hf, 'supports_gradient_checkpointing', False))
 @patch(as_prop=True)
-def is_gradient_checkpointing(self:HFModel): return self.hf.is_gradient_checkpointing
+def is_gradient_checkpointing(self:HFModel):
+    new = getattr(self.hf, 'is_activation_checkpointing', None)  # its name from transformers 5 on
+    return self.hf.is_gradient_checkpointing if new is None else new
 @patch
 def gradient_checkpointing_enable(self:HFModel, *args): self.hf.gradient_checkpointing_enable(*args)
 @patch
@@ -243,7 +248,7 @@ def n_params(config, # A `PretrainedConfig`
              task:str='sequence-classification', # One of `auto_classes`
     )->int: # Parameters, tied ones once
     "The size of a model, without building it"
-    with torch.device('meta'), _quiet(): return sum(p.numel() for p in _class_of(config, task).from_config(config).parameters())
+    with torch.device('meta'), hf_quiet(): return sum(p.numel() for p in _class_of(config, task).from_config(config).parameters())
 
 def _free_memory():
     limit = memory_limit()
@@ -255,7 +260,7 @@ def _check_memory(config, task, name):
                                    f'{n*16/1e9:,.1f} GB before any activation, and {free/1e9:,.1f} GB of memory are free. Use a smaller model')
 
 @contextmanager
-def _quiet():
+def hf_quiet():
     "transformers' log and progress bars off; what matters is said here, in one line"
     from transformers.utils import logging
     level,bars = logging.get_verbosity(),logging.is_progress_bar_enabled()
@@ -290,7 +295,7 @@ def hf_model(name, # A hub's name, a folder, a name of `hf_configs`, a config, o
         config = hf_config(name, tokenizer, revision, offline, **changes)
         cls,label = _class_of(config, task),config.model_type if isinstance(name, PretrainedConfig) else name
         _check_memory(config, task, label)
-        with _quiet(): hf = cls.from_config(config, **kwargs)
+        with hf_quiet(): hf = cls.from_config(config, **kwargs)
         return _finish(hf, tokenizer, 'random', [k for k,_ in hf.named_parameters()])
     if _ours(str(name)) and not Path(name).is_dir(): raise UserError(f'{name} has no pretrained weights, it is a small model for tests: use pretrained=False')
     return _loaded(name, task, tokenizer, revision, offline, kwargs, changes)
@@ -301,7 +306,7 @@ def _loaded(name, task, tokenizer, revision, offline, kwargs, changes):
     config = _changed(_read(AutoConfig, where, revision), changes)
     cls = _class_of(config, task)
     _check_memory(config, task, name)
-    with _quiet(): hf,info = _read(cls, where, revision, config=config, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs)
+    with hf_quiet(): hf,info = _read(cls, where, revision, config=config, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs)
     fresh = _check_loaded(hf, info, where)
     commit = getattr(hf.config, '_commit_hash', None) or _commit(where)
     return _finish(hf, tokenizer, f'{name}@{commit[:12]}' if commit else str(name), fresh)
@@ -330,7 +335,7 @@ def _finish(hf, tokenizer, source, fresh):
         n = hf.get_input_embeddings().num_embeddings
         if len(t) > n:
             warnings.warn(f'the tokenizer has {len(t):,} tokens and the model {n:,}: {len(t)-n:,} embeddings were added, random', stacklevel=4)
-            with _quiet(): hf.resize_token_embeddings(len(t))
+            with hf_quiet(): hf.resize_token_embeddings(len(t))
     model = HFModel(hf)
     model.source,model.fresh = source,fresh
     return model

@@ -18,7 +18,8 @@ tasks = {} # Name -> `Task`
 class Task:
     "What a task needs; `vocab` are the names of its labels"
     name,head = None,None # `head` is one of `auto_classes`
-    n_out = None # Outputs of the head; None: the model's own
+    n_out,vocab = None,None # Outputs of the head, None: the model's own; names of the labels
+    per_token = False # Does the head answer for single tokens?
     def __init_subclass__(cls, **kwargs):
         if cls.name: tasks[cls.name] = cls
 
