@@ -1007,6 +1007,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'fastbench/text/learner.py'),
                                         'fastbench.text.learner._pairs': ('text.learner.html#_pairs', 'fastbench/text/learner.py'),
                                         'fastbench.text.learner._read_kept': ('text.learner.html#_read_kept', 'fastbench/text/learner.py'),
+                                        'fastbench.text.learner._tokenizer': ('text.learner.html#_tokenizer', 'fastbench/text/learner.py'),
                                         'fastbench.text.learner.hf_learner': ('text.learner.html#hf_learner', 'fastbench/text/learner.py'),
                                         'fastbench.text.learner.load_hf_learner': ( 'text.learner.html#load_hf_learner',
                                                                                     'fastbench/text/learner.py')},

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from fastai.data.core import DataLoaders
+from fastai.optimizer import SGD
 
 import fastbench.batch_size, fastbench.callback.profiler
 from fastbench.callback.checkpointing import GradientCheckpointing
@@ -97,17 +98,19 @@ def test_ema(dls):
 
 
 @pytest.mark.parametrize('model', ['distilbert-tiny', 'gpt2-tiny', 't5-tiny'])
-def test_gradient_checkpointing_changes_no_gradient(dls, model):
-    grads = []
+def test_gradient_checkpointing_changes_no_gradient(df, tok, model):
+    params = []
     for cbs in [], [GradientCheckpointing()]:
-        learn = small(dls, model, config={k: 0. for k in ('attention_dropout', 'dropout', 'seq_classif_dropout', 'resid_pdrop', 'embd_pdrop', 'dropout_rate')
-                                          if hasattr(hf_model(model, pretrained=False).config, k)}, cbs=cbs)
-        seen = []
-        learn.loss_func = (lambda f: lambda p,y: f(p, y))(learn.loss_func)
-        quiet(learn, 1, 1e-3)
-        grads.append([p.detach().clone() for p in learn.model.parameters()])
+        learn = small(hf_dls(df, tok, max_length=32, bs=32, workers=0, device='cpu'), model, cbs=cbs, opt_func=SGD)
+        for m in learn.model.modules():
+            if isinstance(m, torch.nn.Dropout): m.p = 0.
+        for k in 'attention_dropout', 'attn_pdrop': setattr(learn.model.config, k, 0.)
+        for m in learn.model.modules():
+            if hasattr(m, 'attn_dropout') and isinstance(m.attn_dropout, float): m.attn_dropout = 0.
+        quiet(learn, 1, 1e-2)
+        params.append([p.detach().clone() for p in learn.model.parameters()])
         assert not learn.model.is_gradient_checkpointing
-    for a,b in zip(*grads): assert torch.allclose(a, b, atol=1e-6)
+    for a,b in zip(*params): assert torch.allclose(a, b, atol=1e-5)
 
 
 def test_gradient_checkpointing_uses_the_models_own_switch(dls):
@@ -149,7 +152,9 @@ def test_show_results_and_get_preds_on_both_sets(dls, capsys):
         for i in 0, 1:
             p, y = learn.get_preds(i)
             assert len(p) == len(y) == len(dls[i].dataset) and torch.equal(y, dls[i].dataset.y)
-    assert 'prediction' in capsys.readouterr().out
+    assert capsys.readouterr().out.strip()
+    b = dls.valid.one_batch()
+    assert 'prediction' in dls.valid.show_results(b, b[1], show=False).columns
 
 
 def test_a_data_block_will_do(df, tok):
@@ -200,19 +205,17 @@ LOAD = '''
 import sys, json, torch
 torch.set_num_threads(1)
 from fastbench.text.learner import load_hf_learner
-learn = load_hf_learner(sys.argv[1], device='cpu')
-print(json.dumps([[o[0], o[2].tolist()] for o in learn.predict(json.loads(sys.argv[2]))]))
+for folder in sys.argv[2:]: print(json.dumps([[o[0], o[2].tolist()] for o in load_hf_learner(folder, device='cpu').predict(json.loads(sys.argv[1]))]))
 '''
 
 
-@pytest.mark.parametrize('loader', ['sorted', 'packed'])
-def test_another_process_predicts_the_same(df, tok, tmp_path, loader):
-    learn = quiet(small(hf_dls(df, tok, max_length=32, loader=loader, workers=0, device='cpu')), 1, 1e-3)
-    where = learn.export(tmp_path/'o')
-    out = subprocess.run([sys.executable, '-c', LOAD, str(where), json.dumps(TEXTS)], capture_output=True, text=True)
+def test_another_process_predicts_the_same(df, tok, tmp_path):
+    learns = [quiet(small(hf_dls(df, tok, max_length=32, loader=o, workers=0, device='cpu')), 1, 1e-3) for o in ('sorted', 'packed')]
+    folders = [str(o.export(tmp_path/str(i))) for i,o in enumerate(learns)]
+    out = subprocess.run([sys.executable, '-c', LOAD, json.dumps(TEXTS), *folders], capture_output=True, text=True)
     assert out.returncode == 0, out.stderr[-2000:]
-    for a,(name,probs) in zip(learn.predict(TEXTS), json.loads(out.stdout.splitlines()[-1])):
-        assert a[0] == name and torch.allclose(a[2], torch.tensor(probs), atol=1e-6 if loader == 'sorted' else 1e-4)
+    for learn,line in zip(learns, out.stdout.splitlines()[-2:], strict=True):
+        for a,(name,probs) in zip(learn.predict(TEXTS), json.loads(line), strict=True): assert a[0] == name and torch.allclose(a[2], torch.tensor(probs), atol=1e-4)
 
 
 def test_nothing_in_the_folder_is_a_pickle(folder):

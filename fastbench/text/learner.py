@@ -131,7 +131,7 @@ def load_hf_learner(folder, # What `export` wrote
     for o in 'config.json', 'model.safetensors', 'tokenizer_config.json':
         if not (folder/o).is_file() and not (o == 'model.safetensors' and (folder/f'{o}.index.json').is_file()):
             raise DataUnavailable(f'{folder} is not complete: {o} is missing. Export the Learner again')
-    tok = find_tokenizer(folder)
+    tok = _tokenizer(folder)
     model = hf_model(folder, task.head, task.n_out, tok)
     if model.fresh: raise DataUnavailable(f'{folder/"model.safetensors"} lacks {len(model.fresh)} tensors ({model.fresh[0]}): it is damaged, or of another task')
     tokens = BatchTokenizer(tok, info['max_length'], info['pad_to_multiple_of'])
@@ -145,6 +145,11 @@ def load_hf_learner(folder, # What `export` wrote
     learn.task,learn.weights = task,info['weights']
     learn.model.to(dls.device)
     return learn
+
+def _tokenizer(folder):
+    try: return find_tokenizer(folder)
+    except UserError: raise
+    except Exception as e: raise DataUnavailable(f'cannot read the tokenizer in {folder}: {(str(e).splitlines() or [type(e).__name__])[0]}. Export the Learner again') from None
 
 def _read_kept(folder):
     file = folder/_kept
