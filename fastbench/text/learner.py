@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 
 import torch
-from fastai.callback.progress import no_bar
 from fastai.data.core import DataLoaders
 from fastcore.basics import patch
 from fastcore.meta import delegates
@@ -18,11 +17,12 @@ from fastcore.meta import delegates
 import fastbench
 from ..download import DataUnavailable, build_folder
 from ..recipe import UserError
-from .hf import HFModel, hf_model, hf_quiet
+from . import lm, tokens # their tasks register themselves
+from .hf import hf_model, hf_quiet
 from .loader import TextDataset, TextDL
 from .packed import check_packed, fast_attention
 from .splitter import hf_splitter, layer_decay, layer_groups
-from .task import Task, find_task
+from .task import find_task
 from .tokenize import BatchTokenizer, find_tokenizer
 from ..training import BenchLearner, find_device
 
@@ -35,13 +35,14 @@ class HFLearner(BenchLearner):
                 **kwargs, # For `get_preds`
         ): # (answer, decoded tensor, probabilities), or a list of these
         "What the model says of a text, or of several"
-        one = isinstance(item, str) or isinstance(item, tuple) and len(item) == 2 and _pairs(self.dls)
+        one = self.task.is_one(item, _pairs(self.dls))
         items = [item] if one else item
         if not len(items): return []
-        dl = self.dls.test_dl(items, num_workers=0)
-        with self.no_bar(): preds,_,dec = self.get_preds(dl=dl, with_decoded=True, **kwargs)
-        res = [(self.task.answer(p, d), d, p) for p,d in zip(preds, dec)]
+        res = self.task.predict(self, items, **kwargs)
         return res[0] if one else res
+
+    @property
+    def max_length(self): return _max_length(self.dls)
 
 def _pairs(dls):
     cols = getattr(dls.train_ds, 'cols', None)
@@ -49,7 +50,7 @@ def _pairs(dls):
     return len(dls.train_ds) > 0 and not isinstance(dls.train_ds[0][0], str)
 
 # %% ../../nbs/25_text.learner.ipynb #5cc55715
-def _max_length(dls): return getattr(getattr(dls.train, 'tokens', None), 'max_length', None) or getattr(dls, 'info', {}).get('max_length')
+def _max_length(dls): return getattr(getattr(dls.train, 'tokens', dls.train), 'max_length', None)
 
 def _check_length(dls, model):
     n,most = _max_length(dls),model.max_length
@@ -86,6 +87,7 @@ def hf_learner(dls, # `DataLoaders` of texts, with a tokenizer
     learn = HFLearner(dls, m, loss_func=loss_func or task.loss_func(), metrics=task.metrics() if metrics is None else metrics, splitter=splitter, lr=lr,
                       train_bn=train_bn, **kwargs)
     learn.task,learn.weights = task,m.source
+    task.bind(learn)
     return learn
 
 # %% ../../nbs/25_text.learner.ipynb #d9a4424f
@@ -143,6 +145,7 @@ def load_hf_learner(folder, # What `export` wrote
     model.per_token = task.per_token
     learn = HFLearner(dls, model.eval(), loss_func=task.loss_func(), metrics=task.metrics(), splitter=hf_splitter, train_bn=False)
     learn.task,learn.weights = task,info['weights']
+    task.bind(learn)
     learn.model.to(dls.device)
     return learn
 
