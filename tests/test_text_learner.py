@@ -1,0 +1,278 @@
+"hf_learner with everything a Learner can have, and what can go wrong with data, folders and labels"
+import json, os, random, subprocess, sys, warnings
+
+os.environ['HF_HUB_OFFLINE'] = '1'
+import fastai.callback.schedule
+import pandas as pd
+import pytest
+import torch
+from fastai.data.core import DataLoaders
+from fastai.optimizer import SGD
+
+import fastbench.batch_size, fastbench.callback.profiler
+from fastbench.callback.checkpointing import GradientCheckpointing
+from fastbench.callback.ema import EMACallback
+from fastbench.download import DataUnavailable
+from fastbench.recipe import UserError
+from fastbench.text.data import HFTextBlock, hf_dls
+from fastbench.text.hf import hf_model
+from fastbench.text.learner import HFLearner, hf_learner, load_hf_learner
+from fastbench.text.loader import TextDataset, TextDL
+
+WORDS = [f'{a}{b}' for a in 'bdfgklmn' for b in 'aeiou']
+
+
+def one_line(e): s = str(e.value); assert '\n' not in s and len(s) < 700; return s
+
+
+@pytest.fixture(scope='module')
+def tok():
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+    t = Tokenizer(models.WordLevel({o: i for i,o in enumerate('<pad> <unk> <s> </s> <mask> good bad'.split() + WORDS)}, '<unk>'))
+    t.pre_tokenizer = pre_tokenizers.Whitespace()
+    t.post_processor = processors.TemplateProcessing(single='<s> $A </s>', pair='<s> $A </s> $B </s>', special_tokens=[('<s>', 2), ('</s>', 3)])
+    return PreTrainedTokenizerFast(tokenizer_object=t, pad_token='<pad>', unk_token='<unk>', bos_token='<s>', eos_token='</s>', mask_token='<mask>')
+
+
+@pytest.fixture(scope='module')
+def df():
+    rng = random.Random(0)
+    rows = [(' '.join(rng.sample(WORDS, rng.randint(2, 20)) + [o]), o) for o in (rng.choice(['good', 'bad']) for _ in range(120))]
+    return pd.DataFrame(rows, columns=['text', 'label'])
+
+
+@pytest.fixture
+def dls(df, tok): return hf_dls(df, tok, max_length=32, bs=16, workers=0, device='cpu')
+
+
+def quiet(learn, *args, **kwargs):
+    with learn.no_bar(), learn.no_logging(), warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        learn.fit(*args, **kwargs)
+    return learn
+
+
+def small(dls, model='distilbert-tiny', **kwargs):
+    torch.manual_seed(0)
+    return hf_learner(dls, model, pretrained=False, **kwargs)
+
+
+TEXTS = ['good ba be bi bo bu da de', 'bad', '', 'good ba', 'ba '*20 + 'bad']
+
+
+# All of fastbench's switches on batches that are dicts
+
+@pytest.mark.parametrize('model', ['distilbert-tiny', 'bert-tiny', 'roberta-tiny', 'electra-tiny', 'gpt2-tiny', 'modernbert-tiny', 't5-tiny', 'bart-tiny'])
+def test_every_family_learns_one_batch(dls, model):
+    learn = small(dls, model)
+    b = dls.one_batch()
+    before = learn.loss_func(learn.model(b[0]), b[1]).item()
+    learn.model.train()
+    opt = torch.optim.Adam(learn.model.parameters(), 3e-3)
+    for _ in range(8):
+        loss = learn.loss_func(learn.model(b[0]), b[1])
+        opt.zero_grad(); loss.backward(); opt.step()
+    with torch.no_grad(): assert learn.loss_func(learn.model.eval()(b[0]), b[1]).item() < before
+
+
+@pytest.mark.parametrize('how', [lambda o: o.to_bf16(allow_emulation=True), lambda o: o.to_half('bf16', allow_emulation=True)])
+def test_precision(dls, how):
+    learn = small(dls)
+    dtypes, f = set(), learn.loss_func
+    learn.loss_func = lambda p,y: (dtypes.add(p.dtype), f(p, y))[1]
+    quiet(how(learn), 1, 1e-3)
+    assert dtypes == {torch.float32} and {p.dtype for p in learn.model.parameters()} == {torch.float32}
+
+
+def test_compile(dls):
+    learn = small(dls).compile(backend='eager', dynamic=True)
+    quiet(learn, 1, 1e-3)
+    assert learn.compiling.recompiles == 0 and learn.model._compiled_call_impl is None
+
+
+def test_ema(dls):
+    learn = quiet(small(dls, cbs=EMACallback(decay=.5)), 2, 1e-3)
+    assert learn.ema.average.n_averaged > 0
+    for a,b in zip(learn.model.parameters(), learn.ema.average.module.parameters()): assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize('model', ['distilbert-tiny', 'gpt2-tiny', 't5-tiny'])
+def test_gradient_checkpointing_changes_no_gradient(df, tok, model):
+    params = []
+    for cbs in [], [GradientCheckpointing()]:
+        learn = small(hf_dls(df, tok, max_length=32, bs=32, workers=0, device='cpu'), model, cbs=cbs, opt_func=SGD)
+        for m in learn.model.modules():
+            if isinstance(m, torch.nn.Dropout): m.p = 0.
+        for k in 'attention_dropout', 'attn_pdrop': setattr(learn.model.config, k, 0.)
+        for m in learn.model.modules():
+            if hasattr(m, 'attn_dropout') and isinstance(m.attn_dropout, float): m.attn_dropout = 0.
+        quiet(learn, 1, 1e-2)
+        params.append([p.detach().clone() for p in learn.model.parameters()])
+        assert not learn.model.is_gradient_checkpointing
+    for a,b in zip(*params): assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_gradient_checkpointing_uses_the_models_own_switch(dls):
+    seen = []
+    learn = small(dls, cbs=GradientCheckpointing())
+    learn.model.register_forward_pre_hook(lambda m, a: seen.append(m.is_gradient_checkpointing))
+    quiet(learn, 1)
+    assert all(seen) and seen
+
+
+def test_find_batch_size(dls):
+    learn = small(dls)
+    before = [p.clone() for p in learn.model.parameters()]
+    n = learn.find_batch_size(start=4, max=8)
+    assert n == 8 and all(torch.equal(a, b) for a,b in zip(before, learn.model.parameters()))
+
+
+def test_profile(dls):
+    learn = small(dls).profile()
+    quiet(learn, 1, 1e-3)
+    assert learn.profiler.results is not None and 0 < learn.profiler.padding < 1
+
+
+# Predicting
+
+def test_predictions_come_in_the_order_of_the_input(dls):
+    learn = quiet(small(dls), 1, 1e-3)
+    alone = torch.stack([learn.predict(t)[2] for t in TEXTS])
+    together = torch.stack([o[2] for o in learn.predict(TEXTS)])
+    with learn.no_bar(): preds = learn.get_preds(dl=dls.test_dl(pd.DataFrame(dict(text=TEXTS))))[0]
+    assert torch.allclose(alone, together, atol=1e-5) and torch.allclose(alone, preds, atol=1e-5) and alone.std(0).min() > 0
+    assert learn.predict([]) == [] and learn.predict(tuple(TEXTS))[1][0] == learn.predict(TEXTS[1])[0]
+
+
+def test_show_results_and_get_preds_on_both_sets(dls, capsys):
+    learn = small(dls)
+    with learn.no_bar():
+        learn.show_results(max_n=2)
+        for i in 0, 1:
+            p, y = learn.get_preds(i)
+            assert len(p) == len(y) == len(dls[i].dataset) and torch.equal(y, dls[i].dataset.y)
+    assert capsys.readouterr().out.strip()
+    b = dls.valid.one_batch()
+    assert 'prediction' in dls.valid.show_results(b, b[1], show=False).columns
+
+
+def test_a_data_block_will_do(df, tok):
+    from fastai.data.block import CategoryBlock, DataBlock
+    from fastai.data.transforms import ColReader, RandomSplitter
+    block = DataBlock((HFTextBlock(tok, max_length=32), CategoryBlock), get_x=ColReader('text'), get_y=ColReader('label'), splitter=RandomSplitter(seed=1))
+    dls = block.dataloaders(df, bs=16, num_workers=0, device='cpu')
+    learn = quiet(small(dls), 1, 1e-3)
+    assert learn.task.kind == 'single' and learn.predict('good ba')[0] in ('good', 'bad')
+
+
+# Faults
+
+def test_data_without_labels_or_tokenizer(df, tok):
+    with pytest.raises(UserError) as e: small(hf_dls(df.drop(columns='label'), tok, label_col=None, workers=0, device='cpu'))
+    assert 'no labels' in one_line(e)
+    dl = torch.utils.data.DataLoader([(1, 2)])
+    with pytest.raises(UserError) as e: small(DataLoaders(dl, dl))
+    assert 'no tokenizer' in one_line(e)
+
+
+def test_texts_longer_than_the_models_positions(df, tok):
+    with pytest.raises(UserError) as e: small(hf_dls(df, tok, max_length=64, workers=0, device='cpu'), 'bert-tiny', config=dict(max_position_embeddings=32))
+    assert 'max_length=32' in one_line(e)
+
+
+def test_one_class_only(df, tok):
+    y = torch.zeros(len(df), dtype=torch.long)
+    dl = TextDL(TextDataset(df.text.tolist(), y, ['good']), tok)
+    with pytest.raises(UserError) as e: small(DataLoaders(dl, dl))
+    assert 'nothing to tell apart' in one_line(e)
+
+
+def test_unknown_names(dls):
+    with pytest.raises(UserError) as e: small(dls, task='classification')
+    assert 'unknown task' in one_line(e)
+    with pytest.raises(UserError) as e: hf_learner(dls, 'no/such/folder')
+    assert 'no such folder' in one_line(e)
+
+
+# Export
+
+@pytest.fixture
+def folder(dls, tmp_path): return quiet(small(dls), 1, 1e-3).export(tmp_path/'out')
+
+
+LOAD = '''
+import sys, json, torch
+torch.set_num_threads(1)
+from fastbench.text.learner import load_hf_learner
+for folder in sys.argv[2:]: print(json.dumps([[o[0], o[2].tolist()] for o in load_hf_learner(folder, device='cpu').predict(json.loads(sys.argv[1]))]))
+'''
+
+
+def test_another_process_predicts_the_same(df, tok, tmp_path):
+    learns = [quiet(small(hf_dls(df, tok, max_length=32, loader=o, workers=0, device='cpu')), 1, 1e-3) for o in ('sorted', 'packed')]
+    folders = [str(o.export(tmp_path/str(i))) for i,o in enumerate(learns)]
+    out = subprocess.run([sys.executable, '-c', LOAD, json.dumps(TEXTS), *folders], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr[-2000:]
+    for learn,line in zip(learns, out.stdout.splitlines()[-2:], strict=True):
+        for a,(name,probs) in zip(learn.predict(TEXTS), json.loads(line), strict=True): assert a[0] == name and torch.allclose(a[2], torch.tensor(probs), atol=1e-4)
+
+
+def test_nothing_in_the_folder_is_a_pickle(folder):
+    for o in folder.iterdir():
+        head = o.read_bytes()[:2]
+        assert head not in (b'\x80\x02', b'\x80\x04', b'PK'), o
+    assert not [o for o in folder.iterdir() if o.suffix in ('.pkl', '.pt', '.bin', '.pth')]
+
+
+@pytest.mark.parametrize('name', ['config.json', 'model.safetensors', 'fastbench.json', 'tokenizer_config.json'])
+@pytest.mark.parametrize('how', ['gone', 'cut'])
+def test_a_damaged_folder_is_one_line_with_its_name(folder, name, how):
+    if how == 'gone': (folder/name).unlink()
+    else: (folder/name).write_bytes((folder/name).read_bytes()[:50])
+    with pytest.raises(DataUnavailable) as e: load_hf_learner(folder, device='cpu')
+    assert str(folder) in one_line(e) and (name in str(e.value) or how == 'cut')
+
+
+def test_a_foreign_folder_and_a_newer_format(folder, tmp_path):
+    with pytest.raises(DataUnavailable, match='no fastbench.json'): load_hf_learner(tmp_path)
+    info = json.loads((folder/'fastbench.json').read_text())
+    (folder/'fastbench.json').write_text(json.dumps(info | dict(format=99)))
+    with pytest.raises(UserError, match='newer one: update'): load_hf_learner(folder)
+
+
+def test_a_head_of_another_task_is_not_filled_at_random(folder):
+    info = json.loads((folder/'fastbench.json').read_text())
+    info['settings']['vocab'] = ['a', 'b', 'c']
+    (folder/'fastbench.json').write_text(json.dumps(info))
+    with pytest.raises(DataUnavailable) as e, warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        load_hf_learner(folder, device='cpu')
+    assert 'model.safetensors' in one_line(e)
+
+
+def test_export_replaces_its_own_only(dls, folder, tmp_path):
+    learn = small(dls)
+    assert learn.export(folder) == folder
+    (tmp_path/'mine').mkdir()
+    (tmp_path/'mine'/'thesis.txt').write_text('all my work')
+    with pytest.raises(UserError, match='left alone'): learn.export(tmp_path/'mine')
+    assert (tmp_path/'mine'/'thesis.txt').read_text() == 'all my work'
+
+
+def test_labels_that_json_cannot_hold(df, tok, tmp_path):
+    d = df.assign(label=pd.to_datetime(df.label.map(dict(good='2020-01-01', bad='2021-01-01'))))
+    learn = small(hf_dls(d, tok, max_length=32, workers=0, device='cpu'))
+    with pytest.raises(UserError) as e: learn.export(tmp_path/'o')
+    assert 'JSON' in one_line(e) and not (tmp_path/'o').exists()
+
+
+def test_train_what_was_loaded(folder, dls):
+    learn = load_hf_learner(folder, device='cpu')
+    learn.dls = dls
+    quiet(learn, 1, 1e-3)
+
+
+def test_fastais_own_export_is_untouched():
+    from fastai.learner import Learner
+    assert Learner.export is not HFLearner.export and 'fname' in Learner.export.__code__.co_varnames
