@@ -549,6 +549,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'fastbench.cli._Lines.__init__': ('cli.html#_lines.__init__', 'fastbench/cli.py'),
                                'fastbench.cli._complain': ('cli.html#_complain', 'fastbench/cli.py'),
                                'fastbench.cli._draw': ('cli.html#_draw', 'fastbench/cli.py'),
+                               'fastbench.cli._field': ('cli.html#_field', 'fastbench/cli.py'),
                                'fastbench.cli._full': ('cli.html#_full', 'fastbench/cli.py'),
                                'fastbench.cli._given': ('cli.html#_given', 'fastbench/cli.py'),
                                'fastbench.cli._halves': ('cli.html#_halves', 'fastbench/cli.py'),

@@ -211,10 +211,10 @@ register(Recipe('imdb-roberta', 'RoBERTa-base on a fifth of IMDB, at a rate at w
      ('Colab Pro high-RAM T4', 'fp32', 1602, None, 8)])
 _imdb = _hf | dict(arch='distilbert-base-uncased', pretrained=True, data='imdb', split='pooled', bs=12, epochs=3, lr=5e-5, seed=123, schedule='flat', precision='fp32')
 register(Recipe('imdb-distilbert', 'DistilBERT on IMDB, 35,000 reviews to train, sorted by length', **_imdb), [('A100', 'fp32', 1357.8, .9143), ('A100', 'fp16', 525, .922)])
-_tiny = _hf | dict(arch='distilbert-tiny', epochs=4, lr=2e-3, precision='fp32')
-register(Recipe('docstrings-distilbert', 'which package a docstring is of: real English of very uneven length, a small model', data='docstrings', max_length=256, **_tiny))
+_tiny = _hf | dict(arch='distilbert-tiny', epochs=3, lr=2e-3, precision='fp32')
+register(Recipe('docstrings-distilbert', 'which package a docstring is of: real English of very uneven length, a small model', data='docstrings', max_length=128, **_tiny))
 
-_lm = dict(learner='rnn', bs=20, bptt=35, epochs=30, lr=3e-3, opt='adam')
+_lm = dict(learner='rnn', bs=20, bptt=35, epochs=30, lr=3e-3, opt='adam', wd=0.)
 for o,about in dict(lstm='LSTM', gru='GRU', rnn='Elman RNN').items(): register(Recipe(f'wikitext2-{o}', f'word-level language model on WikiText-2: {about}', arch=o, data='wikitext2', **_lm))
 register(Recipe('docstrings-lstm', 'word-level language model on docstrings: LSTM', arch='lstm', data='docstrings', sample=.3, **(_lm | dict(epochs=2))))
 

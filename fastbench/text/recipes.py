@@ -89,7 +89,7 @@ def recipe_learner(r:Recipe, # Model and attention
     if r.pretrained and not why:
         try: return hf_learner(dls, r.arch, **kwargs)
         except DataUnavailable as e: why = str(e)
-    if why: warnings.warn(f'{r.arch} starts from random weights, so its accuracy says little. Why: {why}', stacklevel=2)
+    if why: warnings.warn(f"{r.arch} starts from random weights, so its accuracy says little: {why.split('. ')[0]}", stacklevel=2)
     return hf_learner(dls, r.arch, pretrained=False, **kwargs)
 
 # %% ../../nbs/27_text.recipes.ipynb #f6362835
