@@ -898,6 +898,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'fastbench.run._failed': ('run.html#_failed', 'fastbench/run.py'),
                                'fastbench.run._fit': ('run.html#_fit', 'fastbench/run.py'),
                                'fastbench.run._goal': ('run.html#_goal', 'fastbench/run.py'),
+                               'fastbench.run._on_test': ('run.html#_on_test', 'fastbench/run.py'),
                                'fastbench.run._train': ('run.html#_train', 'fastbench/run.py'),
                                'fastbench.run.epoch_values': ('run.html#epoch_values', 'fastbench/run.py'),
                                'fastbench.run.run_recipe': ('run.html#run_recipe', 'fastbench/run.py')},

@@ -27,7 +27,7 @@ def _figures(run):
     samples = stats(prof.steps['train'], 'samples')['mean'] if prof else None
     compiled = prof.outside['train'].get('compile', (0, 0.))[1] + (stats(prof.steps['train'], 'compile')['total'] or 0) if prof else 0
     eff = (prof.facts.get('efficiency') or {}) if prof else {}
-    took = goal.get('seconds')
+    took = goal.get('seconds') if goal else run.seconds
     return dict(seconds=took and took - compiled, compile=compiled or None, epochs=goal.get('epochs'), accuracy=goal.get('best', run.metrics.get('accuracy')),
                 step=steps['mean']/samples if steps.get('mean') and samples else None, flops=eff.get('flops_per_sample'), share=eff.get('share'),
                 peak=eff.get('peak'), precision=run.precision.get('effective'))
@@ -54,7 +54,7 @@ def ladder_rows(ladder:Ladder, # Which
     return rows
 
 # %% ../nbs/43_ladder.ipynb #87333117
-_columns = [('rung', 'rung', str), ('seconds', 'to target', seconds), ('epochs', 'epochs', '{:g}'.format), ('accuracy', 'accuracy', '{:.2%}'.format),
+_columns = [('rung', 'rung', str), ('seconds', 'seconds', seconds), ('epochs', 'epochs', '{:g}'.format), ('accuracy', 'accuracy', '{:.2%}'.format),
             ('total', 'total', '{:.2f}x'.format), ('gain', 'step', '{:.2f}x'.format), ('compile', 'compile', seconds),
             ('flops', 'GFLOPs a sample', lambda x: f'{x/1e9:.2f}'), ('share', 'of peak', '{:.0%}'.format), ('published', 'published', '{:g} s'.format),
             ('published_accuracy', 'its accuracy', '{:.1%}'.format), ('published_total', 'its total', '{:.1f}x'.format)]

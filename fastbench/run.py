@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 from fastai.callback.core import Callback, CancelFitException
 from fastai.callback.schedule import Learner  # adds fit_one_cycle
+from fastai.callback.tracker import SaveModelCallback
 from fastai.learner import Recorder
 from fastai.torch_core import set_seed
 
 import fastbench.callback.profiler  # adds profile
 import fastbench.schedule  # adds fit_linear
+from .callback.profiler import Profiler
 from .callback.limit import FirstBatches
 from .callback.target import TimeToAccuracy
 from .environment import device_info, environment, machine_state, warnings_between
@@ -131,6 +133,12 @@ def _fit(learn, r, stop):
         elif r.schedule == 'linear': learn.fit_linear(r.epochs, r.lr, r.knots)
         else: learn.fit(r.epochs, r.lr)
 
+def _on_test(learn):
+    "Loss and metrics on a set that nothing was chosen by"
+    learn.remove_cbs([Profiler, Watch, FirstBatches, TimeToAccuracy, SaveModelCallback])
+    with learn.no_bar(), learn.no_logging(): values = learn.validate(2)
+    return dict(zip(['loss', *(o.name for o in learn.metrics)], map(float, values)))
+
 def _train(learn, r, run, tell, stop, device):
     watch,goal = Watch(tell, stop),TimeToAccuracy(r.target, tell=lambda o: None) if r.target else None
     learn.profile(flops=bool(goal)).add_cbs([watch] + ([FirstBatches(r.batches)] if r.batches else []) + ([goal] if goal else []))
@@ -147,6 +155,7 @@ def _train(learn, r, run, tell, stop, device):
     run.profile,run.epochs = to_dict(learn.profiler.profile),watch._history
     run.metrics = dict(run.epochs[-1]) if run.epochs else {}
     if goal: _goal(run, goal)
+    if run.status == 'ok' and learn.dls.info.get('test'): run.extra['test'] = _on_test(learn)
     run.warnings += warnings_between(before, machine_state(device))
 
 # %% ../nbs/40_run.ipynb #afff5e48

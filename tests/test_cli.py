@@ -129,7 +129,7 @@ def read_all(fd, until=None, then=None):
 def test_exit_code_of_a_run(launched, monkeypatch, capsys, tmp_path, status, code):
     launched.outcome = lambda r, **kwargs: make(status=status, error='RuntimeError: odd' if status == 'failed' else None)
     got,out,_ = command(monkeypatch, capsys, 'run', 'quick', '--out', tmp_path)
-    assert got == code and status in out and len(launched) == 2
+    assert got == code and status in out and len(launched) == 3
 
 
 def test_one_that_cannot_be_run_does_not_stop_the_others(launched, monkeypatch, capsys, tmp_path):
@@ -139,7 +139,7 @@ def test_one_that_cannot_be_run_does_not_stop_the_others(launched, monkeypatch, 
         return good(r, **kwargs)
     launched.outcome = outcome
     code,out,err = command(monkeypatch, capsys, 'run', 'quick', '--repeats', 3, '--out', tmp_path)
-    assert code == 4 and len(runs(tmp_path)[0]) == 3 and len(launched) == 4 and err.count('fastbench: digits cannot be had') == 1
+    assert code == 4 and len(runs(tmp_path)[0]) == 6 and len(launched) == 7 and err.count('fastbench: digits cannot be had') == 1
 
 
 @pytest.mark.parametrize('kind,code', [('UserError', 2), ('NotKept', 4), ('CannotStart', 4)])
