@@ -85,7 +85,7 @@ def collate(self:TokenClassification, tokenizer, examples, max_length=512):
     if not tokenizer.is_fast: raise UserError(f'{type(tokenizer).__name__} does not tell which token is of which word: token classification needs a fast tokenizer')
     enc = tokenizer([_words(o) or [tokenizer.unk_token] for o in examples], is_split_into_words=True, truncation=True, max_length=max_length, padding=True, return_tensors='pt')
     x = dict(enc)
-    if isinstance(examples[0], str) or isinstance(examples[0][0], str) or len(examples[0]) < 2: return x,
+    if not all(len(o) == 2 and not isinstance(o, str) and not isinstance(o[0], str) for o in examples): return x,
     y,at = torch.full_like(x['input_ids'], -100),{o: i for i,o in enumerate(self.vocab)}
     for i,(_,tags) in enumerate(examples):
         for w,place in _heads(enc, i).items():
