@@ -105,6 +105,14 @@ def _samples(o):
 
 def _given(changes): return {k: v for k,v in changes.items() if v is not None}
 
+def _field(text):
+    "`bs=32` as a field's name and its value"
+    from ast import literal_eval
+    name,eq,value = text.partition('=')
+    if not eq or not name.strip(): raise UserError(f"--set {text!r} cannot be: write --set FIELD=VALUE, such as --set arch=xresnet34 (fastbench show RECIPE lists the fields)")
+    try: return name.strip(),literal_eval(value)
+    except (ValueError, SyntaxError): return name.strip(),value
+
 @app.command()
 def run(
     names:Annotated[Optional[list[str]], typer.Argument(metavar='RECIPE|SUITE', help='What to run; `quick` if nothing is named.',
@@ -120,6 +128,7 @@ def run(
     data:Annotated[Optional[str], typer.Option(help='Data source; `auto` may fall back to an embedded one, and says so.')]=None,
     workers:Annotated[Optional[int], typer.Option(min=0, help='Loader processes.')]=None,
     seed:Annotated[Optional[int], typer.Option(min=0, help='Seed of the first repeat.')]=None,
+    fields:Annotated[Optional[list[str]], typer.Option('--set', metavar='FIELD=VALUE', help='Any other field of the recipe; may be repeated.')]=None,
     out:Out=Path(FOLDER),
     plot:Annotated[Optional[Path], typer.Option(help='With suite fp16: write its charts here, as PNG or SVG.')]=None,
     offline:Annotated[bool, typer.Option('--offline', help='Never open a connection.')]=False,
@@ -130,7 +139,8 @@ def run(
     if plot and not halves: raise UserError('--plot draws what suite fp16 shows: `fastbench run fp16 --plot FILE`')
     changes = dict(precision=precision and precision.value, bs=batch_size, memory=memory, sample=sample, epochs=epochs, batches=batches, data=data,
                    workers=workers, seed=seed)
-    def variants(name): return dict.fromkeys(_limited(but(o, **_given(changes)), halves) for o in expand([name]))  # an option can make two the same
+    changes = _given(changes) | dict(map(_field, fields or ()))
+    def variants(name): return dict.fromkeys(_limited(but(o, **changes), halves) for o in expand([name]))  # an option can make two the same
     todo = [o for name in names or ['quick'] for o in variants(name)]
     check_folder(out)
     refused = {}

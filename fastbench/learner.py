@@ -24,6 +24,7 @@ from .muon import muon
 from .optimizer import torch_opt
 from .recipe import Recipe, UserError, but, get_recipe, recipes
 from .training import find_device, precision_on
+from .text.recipes import keep_best, recipe_dls, recipe_learner
 from .vision.augment import augmented
 from .vision.data import TooFewImages, vision_dls
 from .vision.learner import acts, timm_learner, xresnet_learner
@@ -58,16 +59,27 @@ def _loss_func(recipe):
     return LabelSmoothingCrossEntropyFlat(eps=recipe.label_smoothing) if recipe.label_smoothing else CrossEntropyLossFlat()
 
 # %% ../nbs/35_learner.ipynb #c5affece
+_text = ('hf', 'rnn')
+
 def _refuse_mixtures(r):
     "What one field asks for and another rules out"
-    small = r.learner == 'small'
-    for k,v,ok,where in [('norm', r.norm, small, "learner='small'"), ('whiten', r.whiten, small, "learner='small'"),
-                         ('act', r.act == 'celu', small, "learner='small'"), ('act', r.act != 'relu', r.learner in ('xresnet', 'small'), "learner='xresnet'"), ('pretrained', r.pretrained, not small, 'another learner'),
-                         ('pad', r.pad, r.augment != 'auto', "augment='batch'"), ('cutout', r.cutout, r.augment != 'auto', "augment='batch'"),
-                         ('memory', r.memory, r.bs == 'largest', "bs='largest'")]:
-        if v and not ok: raise UserError(f'{k}={getattr(r, k)!r} has no effect in this recipe: it goes with {where}')
+    small,hf,budget,batchwise = r.learner == 'small', r.learner == 'hf', r.loader in ('budget', 'packed'), r.augment != 'auto'
+    images = r.learner not in _text
+    rules = [(small, "learner='small'", dict(norm=r.norm, whiten=r.whiten)),
+             (small or r.learner == 'xresnet' and r.act != 'celu', "learner='xresnet' (celu: 'small')", dict(act=r.act != 'relu')),
+             (not small and r.learner != 'rnn', 'another learner', dict(pretrained=r.pretrained)),
+             (batchwise, "augment='batch'", dict(pad=r.pad, cutout=r.cutout)),
+             (r.bs == 'largest', "bs='largest'", dict(memory=r.memory)),
+             (images, 'images', dict(size=r.size, channels_last=r.channels_last, tta=r.tta, augment=batchwise, min_scale=r.min_scale, flip=r.flip)),
+             (hf, "learner='hf'", dict(loader=r.loader != 'sorted', max_length=r.max_length != 512, attention=r.attention != 'own')),
+             (hf and budget, "loader='budget' or 'packed'", dict(max_tokens=r.max_tokens)),
+             (r.learner == 'rnn', "learner='rnn'", dict(bptt=r.bptt != 35))]
+    for ok,where,given in rules:
+        for k,v in given.items():
+            if v and not ok: raise UserError(f'{k}={getattr(r, k)!r} has no effect in this recipe: it goes with {where}')
 
 def _dls(r, bs, device, offline):
+    if r.learner in _text: return recipe_dls(r, bs, device, offline)
     workers = 0 if r.augment == 'batch' and r.workers is None else r.workers
     make = partial(vision_dls, r.data, r.size, workers=workers, prefetch=r.prefetch, seed=r.seed, min_scale=r.min_scale, flip=r.flip, sample=r.sample,
                    device=device, offline=offline, split=r.split)
@@ -81,6 +93,8 @@ def _dls(r, bs, device, offline):
 
 def _model(r, dls, offline):
     common = dict(loss_func=_loss_func(r), opt_func=_opt_func(r), lr=r.lr, wd=r.wd, metrics=accuracy)
+    if r.learner == 'rnn': del common['metrics']  # it has perplexity, too
+    if r.learner in _text: return recipe_learner(r, dls, offline, **common)
     if r.learner == 'small': return small_learner(dls, r.arch, r.act, r.norm, r.whiten, **common)
     common |= dict(pretrained=r.pretrained, offline=offline)
     if r.learner == 'torchvision': return torchvision_learner(dls, r.arch, **common)
@@ -92,6 +106,7 @@ def _switch_on(learn, r, precision):
     if r.compile: learn.compile()
     if r.ema is not None: learn.add_cb(EMACallback(r.ema))
     if r.tta: learn.add_cb(FlipTTA())
+    if r.best: keep_best(learn)
     half,_,dtype = precision.rpartition('-')
     if half: return learn.to_half(dtype)
     return learn if dtype == 'fp32' else getattr(learn, f'to_{dtype}')()

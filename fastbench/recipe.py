@@ -59,14 +59,14 @@ class Recipe:
     "An experiment: names and numbers, validated, immutable"
     name: str = _f(_text(), 'how it is called')
     about: str = _f(_string(), 'one sentence', default='')
-    learner: str = _f(_one_of('xresnet', 'timm', 'torchvision', 'small'), 'which factory builds the Learner', default='xresnet')
+    learner: str = _f(_one_of('xresnet', 'timm', 'torchvision', 'small', 'hf', 'rnn'), 'which factory builds the Learner', default='xresnet')
     arch: str = _f(_text(), 'architecture, as the factory knows it', default='xresnet18')
     act: str = _f(_one_of('relu', 'mish', 'swish', 'celu'), 'activation (xresnet, small)', default='relu')
     pretrained: bool = _f(_yes_no(), 'start from published weights', default=False)
     data: str = _f(_text(), "data source, or 'auto'", default='digits')
-    split: str = _f(_one_of('own', 'pooled'), "validation: the data's own, or 20% of training and validation pooled", default='own')
+    split: str = _f(_one_of('own', 'pooled'), "validation: the data's own, or all pooled and drawn anew: 20% of images; of texts 10%, and 20% to test", default='own')
     size: int|None = _f(_maybe(_whole(1)), 'image side in pixels; None: as the source has it', default=None)
-    bs: int|str = _f(_or('largest', _whole(1)), 'samples per batch', default=64)
+    bs: int|str = _f(_or('largest', _whole(1)), 'samples per batch (packed and budget: of average length)', default=64)
     memory: str|None = _f(_maybe(_text()), "limit that the largest batch keeps to, as in '4GB'; None: what the device has", default=None)
     epochs: int = _f(_whole(1), 'epochs', default=1)
     lr: float = _f(_real(0, above=True), 'learning rate, the peak of one-cycle', default=3e-3)
@@ -96,6 +96,12 @@ class Recipe:
     min_scale: float|None = _f(_maybe(_real(0, 1, above=True)), 'smallest area of a random crop, as a share; None: as suits the data', default=None)
     flip: float|None = _f(_maybe(_real(0, 1)), 'probability of a horizontal flip; None: as suits the data', default=None)
     seed: int = _f(_whole(0), 'seed of split, shuffle, augmentation and weights', default=42)
+    loader: str = _f(_one_of('padded', 'random', 'sorted', 'budget', 'packed'), 'batches of texts (hf): padded to max_length, or to their longest: see text.order', default='sorted')
+    max_length: int = _f(_whole(4), 'tokens of a text that are kept (hf)', default=512)
+    max_tokens: int|None = _f(_maybe(_whole(4)), 'tokens of a batch (budget, packed); None: bs texts of half of max_length', default=None)
+    attention: str = _f(_one_of('own', 'weights', 'values'), "transformers' own, or fastbench's with dropout of weights or of values (hf)", default='own')
+    best: bool = _f(_yes_no(), 'end with the weights of the best epoch', default=False)
+    bptt: int = _f(_whole(1), 'words in a window (rnn)', default=35)
     batches: int|None = _f(_maybe(_whole(1)), 'training batches of an epoch; None: all', default=None)
 
     def __post_init__(self):
@@ -197,8 +203,24 @@ for n,bs,bs16,figures in [
     register(Recipe(f'cifar100-resnet{n}', f"torchvision's ResNet-{n} on CIFAR-100 at 224 px, body frozen", arch=f'resnet{n}', bs=bs, **_cifar100),
         [o for gpu,s32,a32,s16,a16 in figures for o in ((gpu, 'fp32', s32, a32, bs), (gpu, 'fp16', s16, a16, bs16))])
 
-register_suite('quick', 'digits-xresnet18', 'photos-xresnet18')
-register_suite('colab', 'imagenette-xse_resnet50', 'imagenette-xresnet18', 'imagenette-xse_resnext50', 'imagenette-timm_resnet50')
+_hf = dict(learner='hf', bs=16, precision='fp16', opt='adam', wd=0., split='own')
+register(Recipe('imdb-roberta', 'RoBERTa-base on a fifth of IMDB, at a rate at which it learns (published: 3e-3, at which it did not)', arch='roberta-base', pretrained=True, data='imdb',
+    sample=.2, epochs=4, lr=2e-5, **_hf),
+    [('SageMaker T4', 'fp16', 596.8), ('SageMaker T4', 'fp32', 1525, None, 8), ('Colab Pro P100', 'fp16', 828.9), ('Colab Pro P100', 'fp32', 877.0, None, 8),
+     ('Colab Pro high-RAM P100', 'fp16', 842.3), ('Colab Pro high-RAM P100', 'fp32', 885.7, None, 8), ('Colab Pro high-RAM T4', 'fp16', 647.7),
+     ('Colab Pro high-RAM T4', 'fp32', 1602, None, 8)])
+_imdb = _hf | dict(arch='distilbert-base-uncased', pretrained=True, data='imdb', split='pooled', bs=12, epochs=3, lr=5e-5, seed=123, schedule='flat', precision='fp32')
+register(Recipe('imdb-distilbert', 'DistilBERT on IMDB, 35,000 reviews to train, sorted by length', **_imdb), [('A100', 'fp32', 1357.8, .9143), ('A100', 'fp16', 525, .922)])
+_tiny = _hf | dict(arch='distilbert-tiny', epochs=3, lr=2e-3, precision='fp32')
+register(Recipe('docstrings-distilbert', 'which package a docstring is of: real English of very uneven length, a small model', data='docstrings', max_length=128, **_tiny))
+
+_lm = dict(learner='rnn', bs=20, bptt=35, epochs=30, lr=3e-3, opt='adam', wd=0.)
+for o,about in dict(lstm='LSTM', gru='GRU', rnn='Elman RNN').items(): register(Recipe(f'wikitext2-{o}', f'word-level language model on WikiText-2: {about}', arch=o, data='wikitext2', **_lm))
+register(Recipe('docstrings-lstm', 'word-level language model on docstrings: LSTM', arch='lstm', data='docstrings', sample=.3, **(_lm | dict(epochs=2))))
+
+register_suite('quick', 'digits-xresnet18', 'photos-xresnet18', 'docstrings-distilbert')
+register_suite('colab', 'imagenette-xse_resnet50', 'imagenette-xresnet18', 'imagenette-xse_resnext50', 'imagenette-timm_resnet50', 'imdb-roberta')
+register_suite('wikitext', *(f'wikitext2-{o}' for o in ('lstm', 'gru', 'rnn')), variants=[dict(precision='fp32'), dict(precision='mixed')])
 register_suite('fp16', *(f'cifar100-resnet{n}' for n in (18, 34, 50, 101, 152)),
     variants=[dict(precision='fp32'), dict(precision='mixed'), dict(precision='fp32', bs='largest'), dict(precision='mixed', bs='largest')])
 
@@ -270,3 +292,19 @@ register_ladder(Recipe('dawn', 'CIFAR-10 to 94%, one line after another; publish
 _batches = {'larger-batch': dict(bs=128, lr=.2), 'cutout': dict(bs=128, lr=.2), 'airbench': dict(bs=128)}
 register_ladder(Recipe('dawn-photos', 'shapes on photographs to 95%, by the rungs of dawn', data='photos', bs=32, lr=.05, target=.95, min_scale=1., **_small),
                 *(Rung(o.name, o.about, o.changes | {k: v for k,v in _batches.get(o.name, {}).items()}) for o in _dawn))
+
+# %% ../nbs/00_recipe.ipynb #9e083a61
+_faster = (
+    Rung('plain', 'random batches, every text padded to 512 tokens, fp32', {}, 1357.8, .9143),
+    Rung('best', 'the best epoch is kept', dict(best=True), 1385.4, .92),
+    Rung('mixed', 'mixed precision', dict(precision='mixed'), 525, .922),
+    Rung('compile', 'torch.compile', dict(compile=True)),
+    Rung('dynamic', 'padded to the longest of the batch (and so of many lengths: not compiled)', dict(loader='random', compile=False)),
+    Rung('sorted', 'texts of one length together', dict(loader='sorted')),
+    Rung('packed', 'no padding at all', dict(loader='packed')),
+    Rung('values', "attention drops out rows of values instead of weights: the same strength, and fused attention", dict(attention='values')),
+    Rung('fused', 'fused optimizer', dict(opt='fused_adam')))
+
+register_ladder(Recipe('faster', 'three epochs of DistilBERT on IMDB; published on one A100', **(_imdb | dict(loader='padded'))), *_faster)
+register_ladder(Recipe('faster-reviews', 'two epochs of a small DistilBERT on generated reviews, by the rungs of faster', **(_imdb | dict(loader='padded', arch='distilbert-tiny',
+    pretrained=False, data='reviews', epochs=2, lr=1e-3))), *_faster)

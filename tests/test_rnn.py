@@ -106,6 +106,13 @@ def test_shuffle_is_of_documents_seeded_and_new_each_epoch():
     assert not torch.equal(next(iter(dl))[0], next(iter(dl))[0])
 
 
+def test_last_window_left_out(texts):
+    dl = BPTTLoader(torch.arange(11), bs=2, bptt=3, drop_last=True)
+    assert [x.tolist() for x,_ in dl] == [[[0,1,2],[5,6,7]]] and len(dl) == 1 and len(dl.new()) == 1 and len(dl.new(drop_last=False)) == 2
+    dls = lm_dls(texts, bs=8, bptt=10, drop_last=True, device='cpu')
+    assert {x.shape[1] for x,_ in dls.train} == {10} and {x.shape[1] for x,_ in dls.valid} == {10, 2}
+
+
 def test_new_loader_keeps_what_it_is():
     dl = BPTTLoader(torch.arange(300), bs=3, bptt=7, ends=[100, 300], shuffle=True, rank=1, world_size=2, device='cpu')
     new = dl.new(num_workers=0, drop_last=False)

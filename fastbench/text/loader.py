@@ -13,7 +13,8 @@ import numpy as np
 import pandas as pd
 import torch
 from fastai.data.core import TfmdDL, display_df
-from fastai.torch_core import rank_distrib, num_distrib
+from fastai.data.load import _loaders
+from fastai.torch_core import num_distrib, rank_distrib, to_device
 from fastcore.basics import merge, patch
 from fastcore.foundation import L
 
@@ -191,21 +192,29 @@ def _know(self:TextDL, idxs, hold=True):
     return held
 
 @patch
-def _batch(self:TextDL, idxs, held):
-    enc = [held[i] if i in held else self.cache.get(i) for i in idxs.tolist()]
-    x = self.tokens.pack(enc) if self.loader == 'packed' else self.tokens.pad(enc)
-    if isinstance(self.dataset, TextDataset): y = None if self.dataset.y is None else self.dataset.y[torch.from_numpy(idxs)]
-    else:
-        for i in idxs.tolist(): self._text(i)
-        rest = [self._items.pop(i)[1:] for i in idxs.tolist()]
-        y = self.create_batch([o[0] for o in rest]) if rest[0] else None
+def _ready(self:TextDL, idxs, held):
+    "What a loader process sends: numbers of texts, and of their tokens and labels what the main process does not have"
+    enc = None if self.cache.data and self.cache.shared else [held[i] if i in held else self.cache.get(i) for i in idxs.tolist()]
+    if isinstance(self.dataset, TextDataset): return idxs,enc,None
+    for i in idxs.tolist(): self._text(i)
+    return idxs,enc,[self._items.pop(i)[1:] for i in idxs.tolist()]
+
+@patch
+def _batch(self:TextDL, idxs, enc, rest):
+    bt,cache = self.tokens,self.cache
+    if enc is not None:
+        for i,o in zip(idxs.tolist(), enc): cache.put(i, o)
+    if self.loader == 'packed': x = bt.pack(enc or [cache.get(i) for i in idxs.tolist()])
+    else: x = bt.pad(enc) if enc is not None else bt.pad_known(cache, idxs)
+    if rest is None: y = None if self.dataset.y is None else self.dataset.y[torch.from_numpy(idxs)]
+    else: y = self.create_batch([o[0] for o in rest]) if rest[0] else None
     if self.finish is not None: return self.finish(x, y)
     return (x,) if y is None else (x, y)
 
 # %% ../../nbs/22_text.loader.ipynb #5e261737
 @patch
 def sample(self:TextDL):
-    order = self._DataLoader__idxs
+    order = self._order
     if not isinstance(order, Order): return ([np.array([i])] for i in order)  # somebody else's
     k = order.group
     groups = [order.batches[i:i+k] for i in range(0, len(order.batches), k)]
@@ -223,7 +232,7 @@ def create_batches(self:TextDL, groups):
         step = -(-len(todo)//max(1, len(now)))
         for i,idxs in enumerate(now):
             held.update(self._know(todo[i*step:(i+1)*step]))
-            yield self._batch(idxs, held)
+            yield self._ready(idxs, held)
             for j in idxs.tolist(): held.pop(j, None)
         now,first = coming,False
 
@@ -260,12 +269,17 @@ def __iter__(self:TextDL):
     workers = self.fake_l.num_workers
     if workers and self.cache.data and self.cache.n.all(): self.fake_l.num_workers = 0
     try:
-        it = super(TextDL, self).__iter__()
-        with _no_threads(): b = next(it, None)
-        if b is None: return
-        yield b
-        yield from it
-    finally: self.fake_l.num_workers,self._plan = workers,None
+        self.randomize()
+        self.before_iter()
+        self._order = self.get_idxs()
+        with _no_threads(): it = _loaders[self.fake_l.num_workers == 0](self.fake_l)
+        for b in it:
+            b = self._batch(*b)
+            yield self.after_batch(to_device(b, self.device) if self.device is not None else b)
+        self.after_iter()
+    finally:
+        self.fake_l.num_workers,self._plan = workers,None
+        if hasattr(self, 'it'): del self.it
 
 # %% ../../nbs/22_text.loader.ipynb #3d4e42f8
 @patch

@@ -68,7 +68,8 @@ class BPTTLoader(DataLoader):
     "Windows of `bptt` words, of `bs` rows that go on from batch to batch"
     def __init__(self, tokens, # int64 [words]: the documents, one after another
                  bs=20, # Rows in a batch
-                 bptt=35, # Words in a window; the last one may be shorter
+                 bptt=35, # Words in a window; the last one may be shorter ...
+                 drop_last=False, # ... or is left out, so that all are of one shape
                  ends=None, # Where each document ends, for `shuffle`
                  shuffle=False, # Put the documents in another order each epoch
                  seed=42, # Of that order: the same on all ranks
@@ -83,11 +84,12 @@ class BPTTLoader(DataLoader):
         if self.length < 1: raise UserError(f'{len(tokens):,} words cannot be cut into {bs*world_size:,} rows: use a smaller bs, or more text')
         if shuffle and ends is None: raise UserError('shuffle needs `ends`, the places where documents end')
         self.tokens,self.bptt,self.ends,self.by_doc,self.seed,self.rank,self.world_size = tokens,bptt,ends,shuffle,seed,rank,world_size
-        super().__init__(bs=bs, n=bs*-(-self.length//bptt), device=device, **kwargs)
+        self.stop = self.length//bptt*bptt if drop_last else self.length
+        super().__init__(bs=bs, n=bs*-(-self.stop//bptt), drop_last=drop_last, device=device, **kwargs)
         self.rng = random.Random(seed)
 
     def new(self, dataset=None, cls=None, bs=None, **kwargs):
-        own = {k: getattr(self, k) for k in ('tokens', 'bptt', 'ends', 'seed', 'rank', 'world_size', 'device')}
+        own = {k: getattr(self, k) for k in ('tokens', 'bptt', 'ends', 'seed', 'rank', 'world_size', 'device', 'drop_last')}
         kwargs = {k: v for k,v in kwargs.items() if k in own or k == 'get_idxs'}
         return (cls or type(self))(**own | dict(bs=bs or self.bs, shuffle=self.by_doc) | kwargs)
 
@@ -105,7 +107,7 @@ class BPTTLoader(DataLoader):
 
     def create_batches(self, samps):
         x,y = self.rows()
-        for i in range(0, self.length, self.bptt): yield x[:, i:i+self.bptt].contiguous(),y[:, i:i+self.bptt].contiguous()
+        for i in range(0, self.stop, self.bptt): yield tuple(o[:, i:min(i+self.bptt, self.stop)].contiguous() for o in (x, y))
 
 # %% ../../nbs/26_text.rnn.ipynb #cfcea427
 def lm_dls(data='docstrings', # A source, a `TextSet`, or (training texts, validation texts)
@@ -117,6 +119,7 @@ def lm_dls(data='docstrings', # A source, a `TextSet`, or (training texts, valid
            shuffle=False, # Put the training documents in another order each epoch
            seed=42, # Of split, sample and order
            sample=1., # Share of the documents to use
+           drop_last=False, # Leave out the last window of training if it is shorter, as torch.compile likes it
            rank=0, # Which of `world_size` parts of the rows to read
            world_size=1, # Ranks in all
            device=None, # None: fastai's default
@@ -137,11 +140,11 @@ def lm_dls(data='docstrings', # A source, a `TextSet`, or (training texts, valid
     ends,at = [], 0
     for t in docs[0]: ends.append(at := at+len(t))
     args = dict(bptt=bptt, seed=seed, rank=rank, world_size=world_size)
-    dls = DataLoaders(BPTTLoader(coded[0], bs, ends=ends, shuffle=shuffle, **args), BPTTLoader(coded[1], valid_bs or bs, **args))
+    dls = DataLoaders(BPTTLoader(coded[0], bs, ends=ends, shuffle=shuffle, drop_last=drop_last, **args), BPTTLoader(coded[1], valid_bs or bs, **args))
     dls.to(find_device(device))
     dls.vocab,dls.how = vocab,how
     dls.info = (data.info if own else {}) | dict(bs=bs, bptt=bptt, n_words=len(vocab), train_words=len(coded[0]), valid_words=len(coded[1]), shuffle=shuffle,
-        seed=seed, unknown=round((coded[1] == 0).float().mean().item(), 4), rank=rank, world_size=world_size)
+        drop_last=drop_last, seed=seed, unknown=round((coded[1] == 0).float().mean().item(), 4), rank=rank, world_size=world_size)
     return dls
 
 # %% ../../nbs/26_text.rnn.ipynb #de613d9e

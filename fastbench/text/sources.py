@@ -153,10 +153,10 @@ def read_table(path, # A CSV file
 # %% ../../nbs/20_text.sources.ipynb #ed173b6e
 def _fetched(source, offline=False, tell=None):
     "The folder of a set of fastai's"
-    from importlib.util import find_spec
-    from fastai.data.external import URLs
     folder = cache_dir()/'data'/source.name
     if folder.is_dir(): return folder
+    from importlib.util import find_spec
+    from fastai.data.external import URLs
     url,checks = getattr(URLs, source.url), Path(find_spec('fastai').origin).parent/'data/download_checks.py'
     size,md5 = ast.literal_eval(checks.read_text().strip())[url]
     name,own = url.rsplit('/', 1)[1], cache_dir()/'archive'

@@ -177,6 +177,7 @@ def _shared(n, dtype):
 # %% ../../nbs/21_text.tokenize.ipynb #06e75b3a
 class TokenCache:
     "The tokens of numbered texts, written once, by any process"
+    shared = True  # a copy in a process that was spawned is its own
     def __init__(self,
         room, # Tokens at most, for each text
         keys=('input_ids',), # What is kept of each
@@ -207,6 +208,26 @@ class TokenCache:
 
 def _refilled(room, data, n):
     res = TokenCache(room, tuple(data))
+    res.shared = False
     for k,v in data.items(): res.data[k][:] = v
     res.n[:] = n
+    return res
+
+# %% ../../nbs/21_text.tokenize.ipynb #d79f7426
+@patch
+def pad_known(self:BatchTokenizer, cache:TokenCache, # Holds the tokens
+              idxs, # Numbers of texts, an array
+    )->dict: # As from `pad`
+    "A padded batch of texts that were tokenized before"
+    n,start = cache.n[idxs],cache.start[idxs]
+    width = int(self.length(int(n.max())))
+    at = np.arange(width)
+    if self.tokenizer.padding_side == 'left': start,real = start+n-width, at >= (width-n)[:,None]
+    else: real = at < n[:,None]
+    res,at = {},start[:,None] + at
+    for k,v in cache.data.items():
+        got = v.take(at, mode='clip').astype(np.int64)
+        got[~real] = self.fill.get(k, 0)
+        res[k] = torch.from_numpy(got)
+    res['attention_mask'] = torch.from_numpy(real.astype(np.int64))
     return res
