@@ -68,8 +68,10 @@ def as_frame(data, # A DataFrame, a file, a folder, a list, a `datasets.Dataset`
         return (df.assign(**{label_col: pd.Categorical.from_codes(df[label_col], named)}) if named else df),None
     rows = list(data)
     if rows and isinstance(rows[0], dict): return pd.DataFrame(rows),None
-    if rows and isinstance(rows[0], (tuple, list)): return pd.DataFrame(rows, columns=[*cols, label_col][:len(rows[0])]),None
-    return pd.DataFrame({cols[0]: rows}),None
+    if rows and isinstance(rows[0], (tuple, list)):
+        for o in range(min(len(cols), len(rows[0]))): check_texts([r[o] for r in rows], cols[o])
+        return pd.DataFrame(rows, columns=[*cols, label_col][:len(rows[0])]),None
+    return pd.DataFrame({cols[0]: check_texts(rows, cols[0])}),None
 
 # %% ../../nbs/23_text.data.ipynb #e4a00534
 def labels_of(df, # A DataFrame

@@ -213,6 +213,7 @@ def check_packed(model, # A model of transformers, after `fast_attention`
         if per_token: want = want.flatten(0, 1)[bounds.place][None]
         if want.shape != got.shape or not torch.allclose(want.float(), got.float(), rtol=1e-2, atol=1e-2*max(1e-3, want.float().abs().max().item())): raise ValueError
     except (ValueError, TypeError, RuntimeError, AttributeError, IndexError):
+        model.set_attn_implementation('sdpa')
         raise UserError(f"{why}: loader='budget' or 'sorted' works with every model") from None
     finally: model.train(training)
     return model

@@ -1,0 +1,373 @@
+"Loaders of raw texts: every text once, whatever the order, the ranks, the workers; hostile texts; one line for what cannot be"
+import json
+import math
+import os
+import pickle
+import random
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import BertTokenizer, PreTrainedTokenizerFast
+
+from fastbench.download import DataUnavailable
+from fastbench.recipe import UserError
+from fastbench.text.data import HFTextBlock, as_frame, hf_dls, labels_of
+from fastbench.text.loader import TextDataset, TextDL
+from fastbench.text.order import epoch, kinds
+from fastbench.text.tokenize import BatchTokenizer, TokenCache, find_tokenizer
+
+WORDS = [f'{a}{b}' for a in 'bdfgklmnprst' for b in 'aeiou']
+
+
+def make_tokenizer(pad=True, side='right', types=True, specials=True):
+    t = Tokenizer(models.WordPiece(unk_token='[UNK]'))
+    t.normalizer, t.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    t.train_from_iterator([' '.join(WORDS)], trainers.WordPieceTrainer(vocab_size=200, show_progress=False, special_tokens=['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', '</s>']))
+    if specials: t.post_processor = processors.TemplateProcessing(single='[CLS] $A [SEP]', pair='[CLS] $A [SEP] $B:1 [SEP]:1', special_tokens=[('[CLS]', 2), ('[SEP]', 3)])
+    names = ['input_ids', 'token_type_ids', 'attention_mask'] if types else ['input_ids', 'attention_mask']
+    more = dict(pad_token='[PAD]') if pad else dict(eos_token='</s>')
+    return PreTrainedTokenizerFast(tokenizer_object=t, unk_token='[UNK]', cls_token='[CLS]', sep_token='[SEP]', mask_token='[MASK]', model_max_length=512, padding_side=side,
+                                   model_input_names=names, **more)
+
+
+@pytest.fixture(scope='module')
+def tok(): return make_tokenizer()
+
+
+@pytest.fixture(scope='module')
+def texts():
+    rng = random.Random(0)
+    return [' '.join(rng.choices(WORDS, k=int(math.exp(rng.gauss(3, .8)))+1)) for _ in range(400)]
+
+
+def rows(x):
+    ids = x['input_ids']
+    if 'cu_seq_lens' in x: return [o.tolist() for o in ids[0].split(x['cu_seq_lens'].diff().tolist())]
+    return [o[m.bool()].tolist() for o, m in zip(ids, x['attention_mask'])]
+
+
+def ids_of(tok, texts, n=512): return sorted(tok(o, max_length=n, truncation=True)['input_ids'] for o in texts)
+def drawn(dl): return [rows(x) for x, *_ in dl]
+def flat(batches): return sorted(o for b in batches for o in b)
+
+
+# the order of an epoch
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, 64), min_size=8, max_size=120), st.sampled_from(kinds), st.integers(1, 9), st.integers(1, 4), st.booleans(), st.integers(1, 5), st.integers(0, 99))
+def test_an_epoch_is_every_text_once(lengths, kind, bs, world, shuffle, window, seed):
+    lengths = np.array(lengths)
+    ranks = [epoch(lengths, kind, bs, 64, np.random.default_rng(seed) if shuffle else None, window, rank=r, world_size=world) for r in range(world)]
+    assert sorted(i for r in ranks for b in r for i in b.tolist()) == list(range(len(lengths)))
+    assert len({len(r) for r in ranks}) == 1 and all(len(b) for r in ranks for b in r)
+    big = [b for r in ranks for b in r]
+    if kind in ('sorted', 'random'): assert max(map(len, big)) <= bs + (world > 1)
+    elif world == 1: assert max((lengths[b].sum() if kind == 'packed' else lengths[b].max()*len(b)) for b in big) <= 64
+    if shuffle and kind == 'sorted' and world == 1 and len(lengths) >= 2*bs: assert lengths[ranks[0][0]].max() == lengths.max()
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=50), st.integers(1, 9))
+def test_drop_last(lengths, bs):
+    for kind in ('sorted', 'random'):
+        got = epoch(np.array(lengths), kind, bs, rng=np.random.default_rng(0), drop_last=True)
+        assert [len(o) for o in got] == [bs]*(len(lengths)//bs)
+
+
+def test_ranks_share_the_work():
+    lengths = np.minimum(np.exp(np.random.default_rng(0).normal(5.4, .7, 4000)), 512).astype(int)
+    for kind, most in (('sorted', 1.03), ('budget', 1.06), ('packed', 1.06)):
+        ranks = [epoch(lengths, kind, 16, 4096, np.random.default_rng(1), rank=r, world_size=4) for r in range(4)]
+        work = np.array([[lengths[b].sum() if kind == 'packed' else lengths[b].max()*len(b) for b in r] for r in ranks])
+        assert work.max(0).sum() < most*work.mean(0).sum(), kind
+
+
+def test_unknown_kind_and_budget():
+    with pytest.raises(UserError, match="did you mean 'sorted'"): epoch([1], 'sortd')
+    with pytest.raises(UserError, match='text 1 alone has 9 tokens'): epoch([1, 9], 'packed', max_tokens=8)
+    with pytest.raises(UserError, match='need a number of tokens'): epoch([1, 9], 'budget')
+
+
+# the loader
+
+@pytest.mark.parametrize('kind', kinds)
+@pytest.mark.parametrize('workers', [0, 1, 3])
+@pytest.mark.parametrize('cache', [True, False])
+def test_every_text_once_in_every_epoch(tok, texts, kind, workers, cache):
+    dl = TextDL(texts, tok, bs=7, max_tokens=600, loader=kind, shuffle=True, seed=1, num_workers=workers, cache=cache, group=4)
+    for _ in range(3):
+        n = len(dl)
+        got = drawn(dl)
+        assert len(got) == n and flat(got) == ids_of(tok, texts)
+
+
+@pytest.mark.parametrize('kind', ['budget', 'packed'])
+def test_no_batch_is_over_the_budget(tok, texts, kind):
+    dl = TextDL(texts, tok, max_tokens=600, loader=kind, shuffle=True, seed=1, group=4)
+    for _ in range(2): assert max(x['input_ids'].numel() for x, in dl) <= 600
+
+
+def test_the_budget_holds_where_characters_mislead(tok):
+    "Texts without a blank have one token; the first that are measured are long words"
+    rng = random.Random(0)
+    texts = ['ba'*rng.randint(1, 200) if rng.random() < .5 else 'b '*rng.randint(1, 200) for _ in range(300)]
+    for kind in ('budget', 'packed'):
+        dl = TextDL(texts, tok, max_tokens=500, loader=kind, shuffle=True, seed=1, group=3)
+        for _ in range(2):
+            n, sizes = 0, []
+            for x, in dl: n, _ = n + len(rows(x)), sizes.append(x['input_ids'].numel())
+            assert n == 300 and max(sizes) <= 500
+
+
+def test_order_depends_on_the_seed_alone(tok, texts):
+    def epochs(seed, workers=0, n=2):
+        dl = TextDL(texts, tok, shuffle=True, seed=seed, num_workers=workers)
+        res = []
+        for _ in range(n):
+            len(dl), len(dl)
+            res.append(drawn(dl))
+        return res
+    a = epochs(1)
+    random.random()
+    assert a == epochs(1) and a != epochs(2) and a[0] != a[1]
+    assert [sorted(map(len, o)) for o in a] == [sorted(map(len, o)) for o in epochs(1, 2)]
+    dl = TextDL(texts, tok, shuffle=True, seed=9)
+    len(dl)
+    dl.rng = random.Random(1)  # as fastai's users do
+    assert drawn(dl) == a[0]
+
+
+def test_n_is_honoured(tok, texts):
+    dl = TextDL(texts, tok, shuffle=True, n=50)
+    assert flat(drawn(dl)) == ids_of(tok, texts[:50]) and len(dl) == 4
+
+
+def test_ranks_together_cover_all(tok, texts):
+    for kind in kinds:
+        dls = [TextDL(texts, tok, bs=5, max_tokens=500, loader=kind, shuffle=True, seed=3, rank=r, world_size=3) for r in range(3)]
+        assert len({len(o) for o in dls}) == 1
+        assert flat(b for o in dls for b in drawn(o)) == ids_of(tok, texts)
+
+
+def test_longest_first(tok, texts):
+    dl = TextDL(texts, tok, shuffle=True, seed=3)
+    longest = max(len(o) for o in ids_of(tok, texts))
+    drawn(dl)
+    assert next(iter(dl))[0]['input_ids'].shape[1] == longest
+
+
+def test_predictions_can_be_put_back(tok, texts):
+    dl = TextDL(texts, tok, bs=7)
+    idxs = dl.get_idxs()
+    again = dl.new(get_idxs=lambda: idxs)
+    got = [o for b in drawn(again) for o in b]
+    assert [got[i] for i in np.argsort(idxs)] == [tok(o)['input_ids'] for o in texts]
+
+
+def test_tokens_are_remembered(tok, texts, monkeypatch):
+    dl = TextDL(texts, tok, shuffle=True)
+    drawn(dl)
+    monkeypatch.setattr(BatchTokenizer, '_encode', lambda *args: 1/0)
+    assert flat(drawn(dl)) and flat(drawn(dl.new(shuffle=False))) == ids_of(tok, texts)
+
+
+def test_a_worker_fills_the_cache_of_all(tok, texts, monkeypatch):
+    dl = TextDL(texts, tok, shuffle=True, num_workers=1)
+    drawn(dl)
+    assert dl.cache.n.all() and dl.fake_l.num_workers == 1
+    monkeypatch.setattr('torch.utils.data.dataloader._MultiProcessingDataLoaderIter.__init__', lambda *args: 1/0)
+    assert flat(drawn(dl)) == ids_of(tok, texts)  # nobody is started
+
+
+def test_an_abandoned_epoch_leaves_nothing(tok, texts):
+    dl = TextDL(texts, tok, shuffle=True, num_workers=1)
+    it = iter(dl)
+    next(it)
+    it.close()
+    assert dl.fake_l.num_workers == 1 and 'TOKENIZERS_PARALLELISM' not in os.environ
+    assert flat(drawn(dl)) == ids_of(tok, texts)
+
+
+def test_pickled(tok, texts):
+    dl = TextDL(texts[:40], tok, shuffle=True, seed=1)
+    drawn(dl)
+    other = pickle.loads(pickle.dumps(dl))
+    assert other.cache.n.tolist() == dl.cache.n.tolist() and not other.cache.shared
+    assert flat(drawn(other)) == ids_of(tok, texts[:40])
+
+
+def test_lengths_are_never_read_by_loading_items(tok):
+    class Items:
+        n_inp, loaded = 1, 0
+        def __len__(self): return 100
+        def __getitem__(self, i):
+            Items.loaded += 1
+            return 'ba '*(i+1),
+    dl = TextDL(Items(), tok, shuffle=True, group=2)
+    assert Items.loaded == 0
+    next(iter(dl))
+    assert Items.loaded <= 4*16
+
+
+# one batch
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize('multiple', [None, 8])
+def test_as_the_tokenizer_pads(texts, side, multiple):
+    tok = make_tokenizer(side=side)
+    bt = BatchTokenizer(tok, 32, multiple)
+    want = tok(texts[:20], truncation=True, max_length=32, padding=True, pad_to_multiple_of=multiple, return_tensors='pt')
+    cache = TokenCache([32]*20, bt.keys)
+    for i, o in enumerate(bt.encode(texts[:20])): cache.put(i, o)
+    for got in (bt.pad(bt.encode(texts[:20])), bt.pad_known(cache, np.arange(20))):
+        assert set(got) == set(want)
+        for k, v in want.items(): assert torch.equal(got[k], v), k
+
+
+def test_pairs_and_types(tok):
+    pairs = [('ba da', 'ga'), ('ba', 'da '*40)]
+    want = tok([a for a, _ in pairs], [b for _, b in pairs], truncation=True, max_length=16, padding=True, return_tensors='pt')
+    got = next(iter(TextDL(TextDataset(pairs), tok, max_length=16)))[0]
+    at = got['input_ids'][:, 1].argsort() if got['input_ids'].shape == want['input_ids'].shape else None
+    assert at is not None and sorted(map(tuple, got['token_type_ids'].tolist())) == sorted(map(tuple, want['token_type_ids'].tolist()))
+
+
+def test_slow_tokenizer_and_keys_of_its_own(tmp_path, texts):
+    (tmp_path/'vocab.txt').write_text('\n'.join(['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', *WORDS]))
+    slow = BertTokenizer(str(tmp_path/'vocab.txt'))
+    bt = BatchTokenizer(slow, 16, return_special_tokens_mask=True)
+    assert not bt.direct
+    want = slow(texts[:5], truncation=True, max_length=16, padding=True, return_tensors='pt', return_special_tokens_mask=True)
+    got = bt.pad(bt.encode(texts[:5]))
+    for k, v in want.items(): assert torch.equal(got[k], v), k
+    assert flat(drawn(TextDL(texts[:40], bt, shuffle=True))) == ids_of(slow, texts[:40], 16)
+
+
+def test_without_a_token_to_pad_with(texts):
+    "GPT-2 has none: its end stands in, and the mask tells"
+    tok = make_tokenizer(pad=False, types=False, specials=False)
+    dl = TextDL([*texts[:9], '', ' '], tok, bs=11)
+    x, = next(iter(dl))
+    assert tok.pad_token == '</s>' and x['attention_mask'].sum(1).min() == 1
+    assert 'token_type_ids' not in x
+
+
+HOSTILE = ['', '   ', '\n\t', '\x00\x01\x7f', '☕🎉👩‍👩‍👧', 'مرحبا بالعالم', '\u202eabc', 'a'*100_000, 'ba '*100_000, '\ufeff', '<script>alert(1)</script>', '[MASK] [CLS]']
+
+
+@pytest.mark.parametrize('kind', ['sorted', 'packed'])
+def test_hostile_texts_work(tok, kind):
+    dl = TextDL(HOSTILE, tok, bs=4, loader=kind, max_tokens=1024)
+    assert flat(drawn(dl)) == ids_of(tok, HOSTILE)
+
+
+def test_ten_megabytes_are_not_read(tok, monkeypatch):
+    seen = []
+    encode = BatchTokenizer._encode
+    monkeypatch.setattr(BatchTokenizer, '_encode', lambda self, texts: (seen.append(sum(map(len, texts))), encode(self, texts))[1])
+    text = 'ba da ga '*1_100_000
+    assert rows(next(iter(TextDL([text], tok)))[0]) == ids_of(tok, [text[:10_000]]) and sum(seen) < 20_000
+
+
+# what it is made of
+
+def test_sources_of_texts(tok, tmp_path):
+    import datasets
+    df = pd.DataFrame(dict(text=[f'{WORDS[i]} ba' for i in range(20)], label=['no', 'yes']*10))
+    df.to_csv(tmp_path/'a.csv', index=False)
+    df.to_json(tmp_path/'a.jsonl', orient='records', lines=True)
+    (tmp_path/'folder').mkdir()
+    for i, o in df.iterrows():
+        f = tmp_path/'folder'/('train' if i < 16 else 'test')/o.label/f'{i}.txt'
+        f.parent.mkdir(parents=True, exist_ok=True)
+        f.write_text(o.text)
+    ds = datasets.Dataset.from_pandas(df)
+    named = ds.class_encode_column('label')
+    for data in (df, tmp_path/'a.csv', str(tmp_path/'a.jsonl'), tmp_path/'folder', list(zip(df.text, df.label)), df.to_dict('records'), ds, named,
+                 datasets.DatasetDict(train=named.select(range(16)), test=named.select(range(16, 20)))):
+        dls = hf_dls(data, tok, bs=4, device='cpu')
+        assert list(dls.vocab) == ['no', 'yes'] and (dls.info['n_train'], dls.info['n_valid']) == (16, 4)
+        by_text = dict(zip(df.text, df.label))
+        for dl in dls:
+            for b in dl: assert [by_text[t] for t, _ in dl.decode_batch(b)] == [y for _, y in dl.decode_batch(b)]
+    assert hf_dls(list(df.text), tok, label_col=None, device='cpu').one_batch()[0]['input_ids'].shape[0] == 16
+    dls = hf_dls(df.assign(held=[False]*15 + [True]*5), tok, valid='held', device='cpu')
+    assert dls.info['n_valid'] == 5
+
+
+def test_datablock(tok, texts):
+    from fastai.data.block import CategoryBlock, DataBlock, RegressionBlock
+    from fastai.data.transforms import ColReader
+    df = pd.DataFrame(dict(a=texts[:60], b=texts[60:120], label=['x', 'y', 'z']*20, score=np.linspace(0, 1, 60)))
+    dls = DataBlock((HFTextBlock(tok, 32), CategoryBlock), get_x=lambda r: (r['a'], r['b']), get_y=ColReader('label')).dataloaders(df, bs=8, device='cpu', num_workers=2)
+    want = {tuple(tok(a, b, truncation=True, max_length=32)['input_ids']): y for a, b, y in zip(df.a, df.b, df.label)}
+    seen = [(tuple(r), dls.vocab[int(y)]) for _ in range(2) for dl in dls for x, ys in dl for r, y in zip(rows(x), ys)]
+    assert len(seen) >= 2*56 and all(want[r] == y for r, y in seen)
+    x, y = DataBlock((HFTextBlock(tok), RegressionBlock), get_x=ColReader('a'), get_y=ColReader('score')).dataloaders(df, bs=8, device='cpu').one_batch()
+    assert y.dtype == torch.float32 and y.shape == (8,)
+
+
+BAD = [
+    (dict(text=['a', None, 'b', 'c'], label=[0, 1]*2), {}, 'row 1 of text is nan'),
+    (dict(text=['a', 'b', float('nan'), 'c'], label=[0, 1]*2), {}, 'row 2 of text is nan'),
+    (dict(text=['a', 'b', 3, 'c'], label=[0, 1]*2), {}, 'row 2 of text is 3'),
+    (dict(text=pd.Series(['a', 'b', '\ud83d', 'c'], dtype=object), label=[0, 1]*2), {}, 'row 2 of text is no valid text'),
+    (dict(text=list('abcd'), label=[0, 1, None, 1]), {}, 'row 2 has no label in column label'),
+    (dict(text=list('abcd'), label=['x']*4), {}, 'has one label only'),
+    (dict(txt=list('abcd'), label=[0, 1]*2), {}, "unknown column 'text'; did you mean 'txt'"),
+    (dict(text=list('abcd'), lable=[0, 1]*2), {}, "unknown column 'label'; did you mean 'lable'"),
+    (dict(text=list('abcd'), label=[0, 1]*2, v=[0, 0, 0, 1]), dict(valid='w'), "unknown column 'w'"),
+    (dict(text=list('abcd'), label=['x', 'y', 'x', 'z'], v=[0, 0, 0, 1]), dict(valid='v'), "row 3 has the label 'z', which no row for training has"),
+    (dict(text=list('abcd'), label=[0, 1]*2), dict(valid_pct=1.5), 'valid_pct=1.5 of 4 texts cannot be'),
+    (dict(text=list('abcd'), label=[0, 1]*2), dict(max_length=2), 'max_length=2 cannot be'),
+    (dict(text=list('abcd'), label=[0, 1]*2), dict(loader='sort'), "did you mean 'sorted'"),
+    (dict(text=['ba '*600]*4, label=[0, 1]*2), dict(loader='budget', max_tokens=100), 'alone has 512 tokens. Raise max_tokens, or cut texts with max_length=100'),
+    (dict(text=['ba '*600]*4, label=[0, 1]*2), dict(loader='packed', max_tokens=100), 'alone has 512 tokens'),
+]
+
+
+@pytest.mark.parametrize('cols,kwargs,says', BAD, ids=[o[2][:30] for o in BAD])
+def test_one_line_for_a_mistake(tok, cols, kwargs, says):
+    with pytest.raises(UserError) as e:
+        for _ in hf_dls(pd.DataFrame(cols), tok, device='cpu', **kwargs).train: pass
+    assert says in str(e.value) and '\n' not in str(e.value)
+
+
+def test_half_a_character_in_a_list(tok):
+    for data in (['a', '\ud83d', 'c'], [('a', 0), ('\ud83d', 1), ('c', 0)]):
+        with pytest.raises(UserError, match='row 1 of text is no valid text'): hf_dls(data, tok, label_col=None)
+
+
+def test_files_that_cannot_be_read(tok, tmp_path):
+    (tmp_path/'bad.csv').write_bytes(b'text,label\ncaf\xe9,1\n')
+    with pytest.raises(UserError, match='bad.csv is not UTF-8'): as_frame(tmp_path/'bad.csv')
+    (tmp_path/'empty.csv').write_text('')
+    with pytest.raises(UserError, match='empty.csv cannot be read'): as_frame(tmp_path/'empty.csv')
+    with pytest.raises(UserError, match='a.xyz cannot be read: its name ends in none of'): (tmp_path/'a.xyz').write_text('') or as_frame(tmp_path/'a.xyz')
+    with pytest.raises(DataUnavailable, match='no such file or folder'): as_frame(tmp_path/'gone.csv')
+    (tmp_path/'no').mkdir()
+    with pytest.raises(DataUnavailable, match='has no texts'): as_frame(tmp_path/'no')
+    with pytest.raises(DataUnavailable, match='has no tokenizer'): find_tokenizer(tmp_path/'no')
+    with pytest.raises(DataUnavailable, match='there is no such folder'): find_tokenizer('./models/of/mine')
+
+
+def test_a_lost_hub_is_said_at_once(monkeypatch):
+    import huggingface_hub
+    def lost(*args, **kwargs): raise ConnectionError('name resolution failed')
+    monkeypatch.setattr(huggingface_hub, 'get_hf_file_metadata', lost)
+    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', False)
+    with pytest.raises(DataUnavailable, match='name resolution failed. A local folder or a tokenizer works offline'): find_tokenizer('nobody/nothing')
+
+
+def test_labels_of_all_kinds():
+    df = pd.DataFrame(dict(a=[1, 2, 1], b=[.5, 1, 2.], c=[['x'], [], ['x', 'y']], d=[True, False, True], e=[1., 2., 1.], f=[0, 1, 1], g=[1, 0, 1]))
+    train = np.array([True]*3)
+    assert labels_of(df, 'a', train)[1:] == ([1, 2], 'single') and labels_of(df, 'b', train)[1:] == (None, 'regression')
+    y, vocab, kind = labels_of(df, 'c', train)
+    assert (y.tolist(), vocab, kind) == ([[1, 0], [0, 0], [1, 1]], ['x', 'y'], 'multi')
+    assert labels_of(df, 'd', train)[1] == [False, True] and labels_of(df, 'e', train)[2] == 'single'
+    assert labels_of(df, ['f', 'g'], train)[1:] == (['f', 'g'], 'multi') and labels_of(df, ['b', 'e'], train)[2] == 'regression'
+    json.dumps(labels_of(df, 'a', train)[1])
