@@ -65,6 +65,7 @@ def test_every_parameter_is_in_one_group_and_the_head_is_the_heads(kind):
     name, base = {id(p): k for k,p in hf.named_parameters()}, {id(p) for p in hf.base_model.parameters()}
     assert all('pool' in name[id(p)] for p in three[2] if id(p) in base) and three[2][-1] is list(hf.parameters())[-1] or kind in ('camembert', 'xlm-roberta')
     assert {id(p) for p in hf.parameters()} - base <= {id(p) for p in three[2]}
+    assert all('pool' not in k for k in (name[id(p)] for g in (*three[:2], *many[:-1]) for p in g))
     blocks = [k for g in many[1:-1] for k in {name[id(p)].split('embed')[0] for p in g}]
     assert not any('word_embeddings' in name[id(p)] for p in three[1] + three[2]), blocks
 

@@ -17,7 +17,7 @@ from fastcore.meta import delegates
 import fastbench
 from ..download import DataUnavailable, build_folder
 from ..recipe import UserError
-from . import lm, tokens # their tasks register themselves
+from . import lm, qa, seq2seq, tokens # their tasks register themselves
 from .hf import hf_model, hf_quiet
 from .loader import TextDataset, TextDL
 from .packed import check_packed, fast_attention

@@ -1,0 +1,161 @@
+"Tags of words, language models, question answering, summaries: collating, faults, agreement with others' counts"
+import math, os, random, warnings
+
+os.environ['HF_HUB_OFFLINE'] = '1'
+import fastai.callback.schedule
+import pytest
+import torch
+
+from fastbench.recipe import UserError
+from fastbench.text.data import hf_dls
+from fastbench.text.learner import hf_learner
+from fastbench.text.lm import CausalLM, MaskedLM
+from fastbench.text.qa import QuestionAnswering, answer_scores, best_span, qa_example
+from fastbench.text.seq2seq import Seq2Seq, Summarization
+from fastbench.text.task import find_task, task_dls, tasks
+from fastbench.text.tokens import TokenClassification, entities
+
+WORDS = [f'{a}{b}' for a in 'bdfgklmn' for b in 'aeiou']
+
+
+@pytest.fixture(scope='module')
+def tok():
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+    t = Tokenizer(models.WordPiece({o: i for i,o in enumerate('<pad> <unk> <s> </s> <mask> ##a ##e'.split() + WORDS)}, unk_token='<unk>'))
+    t.pre_tokenizer = pre_tokenizers.Whitespace()
+    t.post_processor = processors.TemplateProcessing(single='<s> $A </s>', pair='<s> $A </s> $B </s>', special_tokens=[('<s>', 2), ('</s>', 3)])
+    return PreTrainedTokenizerFast(tokenizer_object=t, pad_token='<pad>', unk_token='<unk>', bos_token='<s>', eos_token='</s>', mask_token='<mask>')
+
+
+def small(dls, model, task):
+    torch.manual_seed(0)
+    return hf_learner(dls, model, task, pretrained=False)
+
+
+TEXTS = [' '.join(random.Random(i).choices(WORDS, k=3+i%9)) for i in range(40)]
+
+
+def test_all_tasks_are_known(): assert set(tasks) >= {'sequence-classification', 'token-classification', 'question-answering', 'causal-lm', 'masked-lm', 'summarization', 'translation'}
+
+
+# Tags
+
+def test_entities_are_counted_as_seqeval_counts():
+    seqeval = pytest.importorskip('seqeval.metrics.sequence_labeling')
+    rng = random.Random(0)
+    for _ in range(300):
+        tags = rng.choices('O B-X I-X B-Y I-Y'.split(), k=rng.randint(1, 8))
+        assert {(k, a, b-1) for k,a,b in entities(tags)} == set(seqeval.get_entities(tags)), tags
+
+
+def test_every_word_is_tagged_once_and_words_behind_the_end_are_none(tok):
+    task = TokenClassification(['O', 'B-X'])
+    words = ['baae', 'zzz', 'be']
+    x, y = task.collate(tok, [(words, ['B-X', 'O', 'O']), (['ba'], ['O'])])
+    assert (y != -100).sum(1).tolist() == [3, 1] and y[0,1] == 1 and y[0,2] == -100
+    learn = small(task_dls(task, [(words, ['B-X', 'O', 'O'])]*4, [(words, ['O']*3)], tok, bs=2, max_length=8, device='cpu'), 'bert-tiny', task)
+    with pytest.warns(UserWarning, match='12 words are behind'): got = learn.predict(' '.join(['ba']*18))
+    assert len(got[0]) == 18 and got[0][6:] == [None]*12 and None not in got[0][:6]
+    assert learn.predict('')[0] == []
+
+
+def test_tags_that_cannot_be(tok):
+    with pytest.raises(UserError, match='example 1 has 2 words and 1 tags'): TokenClassification.of([(['a'], ['O']), (['a', 'b'], ['O'])])
+    with pytest.raises(UserError, match="'B-Z' is none"): TokenClassification(['O', 'B-X']).collate(tok, [(['ba'], ['B-Z'])])
+    with pytest.raises(UserError, match='one tag only'): TokenClassification(['O'])
+
+
+# Language models
+
+@pytest.mark.parametrize('model,task', [('gpt2-tiny', 'causal-lm'), ('roberta-tiny', 'masked-lm')])
+@pytest.mark.parametrize('loader', ['sorted', 'packed'])
+def test_language_models_learn_from_any_loader(tok, model, task, loader):
+    learn = small(hf_dls([' '.join(['ba', 'be']*(2+i%6)) for i in range(40)], tok, label_col=None, loader=loader, max_tokens=128, max_length=32, workers=0, device='cpu'), model, task)
+    with learn.no_bar(), learn.no_logging():
+        before = learn.validate()[1]
+        learn.fit(2, 3e-3)
+        assert learn.validate()[1] < before and learn.validate() == learn.validate()
+        assert math.isclose(math.log(before), math.log(len(tok)), rel_tol=.2)
+
+
+def test_padded_and_packed_perplexity_are_the_same(tok):
+    make = lambda loader: hf_dls(TEXTS, tok, label_col=None, loader=loader, max_tokens=128, max_length=32, workers=0, device='cpu')
+    a = small(make('sorted'), 'gpt2-tiny', 'causal-lm')
+    b = hf_learner(make('packed'), a.model.hf, 'causal-lm')
+    with a.no_bar(), b.no_bar(): assert math.isclose(a.validate()[1], b.validate()[1], rel_tol=1e-4)
+
+
+def test_left_padding_and_the_next_token():
+    x = dict(input_ids=torch.tensor([[0, 0, 5, 6]]), attention_mask=torch.tensor([[0, 0, 1, 1]]))
+    assert CausalLM().targets(x)[1].tolist() == [[-100, -100, 6, -100]]
+
+
+def test_masks(tok):
+    task, t = MaskedLM(), ' '.join(WORDS*9)
+    x, y = task.collate(tok, [t])
+    plain, told = tok(t, return_tensors='pt', truncation=True, max_length=512)['input_ids'], y != -100
+    kept, masked = (x['input_ids'] == plain)[told].float().mean(), (x['input_ids'] == 4)[told].float().mean()
+    assert .1 < told.float().mean() < .2 and masked > .6 and 0 < kept < .3 and (x['input_ids'] == plain)[~told].all()
+    assert not (torch.isin(plain, torch.tensor([0, 2, 3]))[told]).any()
+    assert (task.collate(tok, ['ba'])[1] != -100).sum() == 1  # a short text has one all the same
+    with pytest.raises(UserError, match='between 0 and 1'): MaskedLM(share=1.)
+
+
+def test_fill_in_wants_a_mask(tok):
+    learn = small(hf_dls(TEXTS, tok, label_col=None, max_length=32, workers=0, device='cpu'), 'bert-tiny', 'masked-lm')
+    assert len(learn.predict('ba <mask> be <mask>')[1]) == 2
+    with pytest.raises(UserError, match='put <mask>'): learn.predict('ba be')
+
+
+# Questions
+
+def test_no_answer_is_lost_between_windows(tok):
+    task, rng = QuestionAnswering(stride=6), random.Random(1)
+    for _ in range(40):
+        words = rng.choices(WORDS, k=rng.randint(1, 60))
+        i = rng.randrange(len(words))
+        answer = words[i:i+rng.randint(1, 3)]
+        start = len(' '.join(words[:i]))+(i > 0)
+        ex = dict(question='ba be', context=' '.join(words), answers=dict(text=[' '.join(answer)], answer_start=[start]))
+        x, y = task.collate(tok, [ex], max_length=20)
+        hits = [ex['context'][x['offsets'][k,a,0]:x['offsets'][k,b,1]] for k,(a,b) in enumerate(y.tolist()) if a]
+        assert hits and all(o == ' '.join(answer) for o in hits)
+
+
+def test_questions_that_cannot_be(tok):
+    with pytest.raises(UserError, match='not in its context at character 1'): qa_example(dict(question='q', context='ba be', answers=dict(text=['ba'], answer_start=[1])))
+    with pytest.raises(UserError, match='leaves no room'): QuestionAnswering().collate(tok, [(' '.join(WORDS), 'ba', 'ba')], max_length=20)
+    x, y = QuestionAnswering().collate(tok, [('ba', '', ''), dict(question='ba', context='be', answers=dict(text=[], answer_start=[]))])
+    assert y.tolist() == [[0, 0], [0, 0]]
+
+
+def test_long_contexts_and_no_answer(tok):
+    task = QuestionAnswering(stride=4, impossible=True)
+    examples = [('ba', ' '.join(WORDS), 'be'), ('be', 'ba bi', '')]*4
+    learn = small(task_dls(task, examples, examples[:2], tok, max_length=16, device='cpu'), 'bert-tiny', task)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3)
+    for text,at,_ in learn.predict([('ba', ' '.join(WORDS*5)), ('ba', '')]): assert text == (' '.join(WORDS*5)[at[0]:at[1]])
+    assert answer_scores(['x'], ['']) == dict(exact=0., f1=0.)
+
+
+# Summaries
+
+@pytest.mark.parametrize('model,start', [('t5-tiny', 0), ('bart-tiny', 3)])
+def test_the_decoder_begins_as_its_model_does(tok, model, start):
+    task = Summarization(max_target=4)
+    examples = [('ba be bi', 'bi bo'), ('ba', 'be')]
+    learn = small(task_dls(task, examples*4, examples, tok, max_length=16, device='cpu'), model, task)
+    x, y = learn.dls.one_batch()
+    assert set(x['decoder_input_ids'][:,0].tolist()) == {start} and (y[:,-1] == -100).any()
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3)
+    assert set(task.evaluate(learn, examples)) == {'rouge1', 'rouge2', 'rougeL'}
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    import importlib
+    def gone(name): raise ImportError(name)
+    monkeypatch.setattr(importlib, 'import_module', gone)
+    from fastbench.text.seq2seq import bleu
+    with pytest.raises(UserError, match='pip install sacrebleu'): bleu(['a'], ['a'])
+    with pytest.raises(UserError, match='unknown score'): Seq2Seq(score='meteor')
