@@ -8,7 +8,10 @@ __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile',
            'foreach_adamw', 'foreach_sgd', 'fused_adam', 'fused_adamw', 'fused_sgd', 'Ladder', 'Recipe', 'Rung',
            'UserError', 'but', 'get_ladder', 'get_recipe', 'ladders', 'recipes', 'register', 'register_ladder',
            'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs', 'save', 'Table', 'BenchLearner',
-           'augmented', 'vision_dls', 'timm_learner', 'xresnet_learner', 'small_learner', 'small_net']
+           'augmented', 'vision_dls', 'timm_learner', 'xresnet_learner', 'torchvision_learner', 'small_learner',
+           'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner', 'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner',
+           'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter', 'layer_decay', 'layer_groups',
+           'task_dls']
 
 # %% ../nbs/60_all.ipynb #9a69330d
 from .callback.amp import MixedPrecision
@@ -30,10 +33,18 @@ from .record import Run
 from .run import run_recipe
 from .store import find, load, runs, save
 from .table import Table
+from .text.data import HFTextBlock, hf_dls
+from .text.learner import hf_learner, load_hf_learner
+from .text.loader import TextDL
+from .text.rnn import lm_dls, rnn_learner
+from .text.sources import load_text_source, source_tokenizer, train_tokenizer
+from .text.splitter import hf_splitter, layer_decay, layer_groups
+from .text.task import task_dls
 from .training import BenchLearner
 from .vision.augment import augmented
 from .vision.data import vision_dls
 from .vision.learner import timm_learner, xresnet_learner
+from .vision.resnet import torchvision_learner
 from .vision.small import small_learner, small_net
 
 # %% ../nbs/60_all.ipynb #7abfea7c
@@ -41,4 +52,6 @@ _all_ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile', '
          'TimeToAccuracy', 'FlipTTA', 'Climb', 'ladder', 'bench_learner', 'muon', 'foreach_adam', 'foreach_adamw', 'foreach_sgd', 'fused_adam',
          'fused_adamw', 'fused_sgd', 'Ladder', 'Recipe', 'Rung', 'UserError', 'but', 'get_ladder', 'get_recipe', 'ladders', 'recipes', 'register',
          'register_ladder', 'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs', 'save', 'Table', 'BenchLearner', 'augmented',
-         'vision_dls', 'timm_learner', 'xresnet_learner', 'small_learner', 'small_net']
+         'vision_dls', 'timm_learner', 'xresnet_learner', 'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner',
+         'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter', 'layer_decay',
+         'layer_groups', 'task_dls']
