@@ -1403,6 +1403,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastbench/text/tokenize.py'),
                                          'fastbench.text.tokenize.TokenCache.put': ( 'text.tokenize.html#tokencache.put',
                                                                                      'fastbench/text/tokenize.py'),
+                                         'fastbench.text.tokenize._first': ('text.tokenize.html#_first', 'fastbench/text/tokenize.py'),
                                          'fastbench.text.tokenize._missing': ('text.tokenize.html#_missing', 'fastbench/text/tokenize.py'),
                                          'fastbench.text.tokenize._refilled': ( 'text.tokenize.html#_refilled',
                                                                                 'fastbench/text/tokenize.py'),

@@ -351,6 +351,9 @@ def test_files_that_cannot_be_read(tok, tmp_path):
     (tmp_path/'no').mkdir()
     with pytest.raises(DataUnavailable, match='has no texts'): as_frame(tmp_path/'no')
     with pytest.raises(DataUnavailable, match='has no tokenizer'): find_tokenizer(tmp_path/'no')
+    make_tokenizer().save_pretrained(tmp_path/'cut')
+    (tmp_path/'cut'/'tokenizer.json').write_text('{"version"')
+    with pytest.raises(DataUnavailable, match='cut cannot be read'): find_tokenizer(tmp_path/'cut')
     with pytest.raises(DataUnavailable, match='there is no such folder'): find_tokenizer('./models/of/mine')
 
 
