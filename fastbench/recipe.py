@@ -295,7 +295,7 @@ register_ladder(Recipe('dawn-photos', 'shapes on photographs to 95%, by the rung
 
 # %% ../nbs/00_recipe.ipynb #9e083a61
 _faster = (
-    Rung('plain', 'random batches, every text padded to 512 tokens, fp32', {}, 1357.8, .9143),
+    Rung('plain', 'random batches, every text padded to max_length, fp32', {}, 1357.8, .9143),
     Rung('best', 'the best epoch is kept', dict(best=True), 1385.4, .92),
     Rung('mixed', 'mixed precision', dict(precision='mixed'), 525, .922),
     Rung('compile', 'torch.compile', dict(compile=True)),
@@ -306,5 +306,5 @@ _faster = (
     Rung('fused', 'fused optimizer', dict(opt='fused_adam')))
 
 register_ladder(Recipe('faster', 'three epochs of DistilBERT on IMDB; published on one A100', **(_imdb | dict(loader='padded'))), *_faster)
-register_ladder(Recipe('faster-reviews', 'two epochs of a small DistilBERT on generated reviews, by the rungs of faster', **(_imdb | dict(loader='padded', arch='distilbert-tiny',
-    pretrained=False, data='reviews', epochs=2, lr=1e-3))), *_faster)
+register_ladder(Recipe('faster-docstrings', 'two epochs of a small DistilBERT on docstrings, by the rungs of faster', **(_imdb | dict(loader='padded', arch='distilbert-tiny',
+    pretrained=False, data='docstrings', max_length=256, epochs=2, lr=1e-3))), *_faster)

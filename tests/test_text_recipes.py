@@ -16,7 +16,7 @@ TINY = SMALL | dict(sample=.03, epochs=1)
 def test_what_is_there():
     assert {'imdb-roberta', 'imdb-distilbert', 'docstrings-distilbert', 'wikitext2-lstm', 'wikitext2-gru', 'wikitext2-rnn'} <= set(recipes())
     assert 'imdb-roberta' in suites()['colab'] and suites()['wikitext'] == ('wikitext2-lstm', 'wikitext2-gru', 'wikitext2-rnn') and 'faster' in suites()
-    assert ladder_recipes('faster', data='reviews')[0].name == 'faster-reviews'
+    assert ladder_recipes('faster', data='docstrings')[0].name == 'faster-docstrings'
 
 
 @pytest.mark.parametrize('kw', [dict(loader='packed'), dict(loader='budget'), dict(loader='padded', attention='values'), dict(opt='fused_adam', precision='bf16'),
@@ -52,9 +52,9 @@ def test_the_best_epoch_is_kept(tmp_path, monkeypatch):
 
 
 def test_a_test_set_is_looked_at_once():
-    run = run_recipe('faster-reviews-fused', **TINY)
+    run = run_recipe('faster-docstrings-fused', **TINY)
     assert run.status == 'ok' and run.data['test'] and set(run.extra['test']) == {'loss', 'accuracy'} and run.precision['effective'] == 'bf16'
-    row = Climb(get_ladder('faster-reviews'), [run]).rows[0]
+    row = Climb(get_ladder('faster-docstrings'), [run]).rows[0]
     assert row['status'] == 'ok' and row['seconds'] == pytest.approx(run.seconds)
     assert 'packed' in str(run.data) and len(run.epochs) == 1
 

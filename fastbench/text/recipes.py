@@ -7,6 +7,7 @@ __all__ = ['recipe_tokenizer', 'recipe_dls', 'recipe_learner', 'keep_best']
 
 # %% ../../nbs/27_text.recipes.ipynb #d6f61d6b
 import tempfile, warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pandas as pd
@@ -93,9 +94,16 @@ def recipe_learner(r:Recipe, # Model and attention
     return hf_learner(dls, r.arch, pretrained=False, **kwargs)
 
 # %% ../../nbs/27_text.recipes.ipynb #f6362835
+class _SaveModel(SaveModelCallback):
+    "fastai's, without a line for every epoch that is better"
+    name = 'save_model'
+    def after_epoch(self):
+        with redirect_stdout(None): super().after_epoch()
+
+# %% ../../nbs/27_text.recipes.ipynb #fc54679a
 def keep_best(learn, # A Learner with accuracy among its metrics
     ): # The Learner
     "Let a fit end with the weights of its best epoch"
     learn._best = tempfile.TemporaryDirectory(prefix='fastbench-')
     learn.model_dir = Path(learn._best.name).absolute()
-    return learn.add_cb(SaveModelCallback(monitor='accuracy', fname='best'))
+    return learn.add_cb(_SaveModel(monitor='accuracy', fname='best'))
