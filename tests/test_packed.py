@@ -97,6 +97,26 @@ def test_bf16(name):
     assert (a - b).abs().max() < .05*b.abs().max()
 
 
+@pytest.mark.parametrize('impl', ['eager', 'sdpa', 'flex_attention'])
+@pytest.mark.parametrize('name', ['bert', 'roberta', 'distilbert', 'electra', 'gpt2', 'llama'])
+def test_attention_of_transformers_own(name, impl):
+    model = build(name)
+    x, p = batches(model.config.pad_token_id)
+    want = model(**p).logits
+    try: model.set_attn_implementation(impl)
+    except (ValueError, ImportError) as e: pytest.skip(f'{name} has no {impl}: {str(e)[:60]}')
+    with torch.no_grad(): got = packed_call(model, x).logits
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    check_packed(model)
+
+
+@pytest.mark.parametrize('name', ['modernbert', 'mistral'])
+def test_a_window_is_not_lost(name):
+    model = build(name)
+    model.set_attn_implementation('sdpa')
+    with pytest.raises(UserError, match="leave attn out, or take attn='fastbench'"): check_packed(model)
+
+
 @pytest.mark.parametrize('name', ['bert', 'modernbert', 'gpt2', 'mistral'])
 def test_dense_mask_and_text_by_text_agree(name, monkeypatch):
     "What a GPU without varlen uses computes the same"

@@ -81,7 +81,7 @@ def hf_learner(dls, # `DataLoaders` of texts, with a tokenizer
     _check_length(dls, m)
     m.per_token = task.per_token
     packed = getattr(dls.train, 'loader', None) == 'packed'
-    if ours or packed: fast_attention(m.hf, 'values' if ours == 'fastbench_values' else 'weights')
+    if ours or packed and attn is None: fast_attention(m.hf, 'values' if ours == 'fastbench_values' else 'weights')
     if packed: check_packed(m.hf, task.per_token)
     if task.vocab: m.config.id2label,m.config.label2id = dict(enumerate(map(str, task.vocab))),{str(o): i for i,o in enumerate(task.vocab)}
     learn = HFLearner(dls, m, loss_func=loss_func or task.loss_func(), metrics=task.metrics() if metrics is None else metrics, splitter=splitter, lr=lr,

@@ -139,6 +139,28 @@ def fast_attention(model, # A model of transformers
     model.set_attn_implementation(dropouts[dropout])
     return model
 
+# %% ../../nbs/23_text.packed.ipynb #41d5fa9a
+def _causal(model): return any(getattr(m, 'is_causal', False) is True for m in model.modules())
+
+def _windowed(model): return any(isinstance(getattr(o, 'sliding_window', None), int) for o in (model.config.get_text_config(), *model.modules()))
+
+def _native(model, bounds):
+    "What an attention of transformers' own wants to know of the boundaries"
+    impl = model.config._attn_implementation or 'eager'
+    if impl in dropouts.values(): return {}
+    if 'flash' in impl: return dict(cu_seq_lens_q=bounds.cu, cu_seq_lens_k=bounds.cu, max_length_q=bounds.longest, max_length_k=bounds.longest)
+    if impl not in ('eager', 'sdpa', 'flex_attention') or _windowed(model):
+        raise UserError(f"packed batches do not go with {type(model).__name__} and attn={impl!r}: leave attn out, or take attn='fastbench'")
+    causal = _causal(model)
+    if impl == 'flex_attention':
+        from torch.nn.attention.flex_attention import create_block_mask
+        t,n = bounds.text,len(bounds.text)
+        return dict(attention_mask=create_block_mask(lambda b, h, i, j: (t[i] == t[j]) & (i >= j) if causal else t[i] == t[j], 1, None, n, n, device=t.device))
+    mask = bounds.dense(causal)
+    if impl == 'sdpa': return dict(attention_mask=mask)
+    dtype = next(model.parameters()).dtype
+    return dict(attention_mask=torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min))
+
 # %% ../../nbs/23_text.packed.ipynb #5cdce249
 @lru_cache(maxsize=32)
 def _names(cls): return list(inspect.signature(cls.forward).parameters)[1:]
@@ -171,7 +193,7 @@ def _packing(base, body):
         for o in handles: o.remove()
 
 # %% ../../nbs/23_text.packed.ipynb #becd9822
-def packed_call(model, # A model of transformers, after `fast_attention`
+def packed_call(model, # A model of transformers, best after `fast_attention`
                 x:dict, # A packed batch
                 per_token:bool=False, # The head works on single tokens: logits are (1, tokens, ...)
                 **kwargs, # More arguments of the model
@@ -182,6 +204,7 @@ def packed_call(model, # A model of transformers, after `fast_attention`
     packed = {k: v for k,v in x.items() if k in names and k != 'max_length'}
     packed['position_ids'] = x['position_ids'] + _offset(base)
     if 'use_cache' in names: packed['use_cache'] = False
+    packed |= _native(model, bounds)
     token = _bounds.set(bounds)
     try:
         if per_token or base is model: return model(**packed, **kwargs)
@@ -194,7 +217,7 @@ def _fill(model, key): return (model.config.pad_token_id or 0) if key == 'input_
 
 # %% ../../nbs/23_text.packed.ipynb #e916a10f
 @torch.no_grad()
-def check_packed(model, # A model of transformers, after `fast_attention`
+def check_packed(model, # A model of transformers, best after `fast_attention`
                  per_token:bool=False, # As for `packed_call`
     ): # `model`
     "Fail where a model gives something else for a packed batch than for a padded one"
@@ -212,6 +235,7 @@ def check_packed(model, # A model of transformers, after `fast_attention`
         want,got = model(**padded)[0],packed_call(model, x, per_token)[0]
         if per_token: want = want.flatten(0, 1)[bounds.place][None]
         if want.shape != got.shape or not torch.allclose(want.float(), got.float(), rtol=1e-2, atol=1e-2*max(1e-3, want.float().abs().max().item())): raise ValueError
+    except UserError: raise
     except (ValueError, TypeError, RuntimeError, AttributeError, IndexError):
         model.set_attn_implementation('sdpa')
         raise UserError(f"{why}: loader='budget' or 'sorted' works with every model") from None
