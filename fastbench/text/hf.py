@@ -39,6 +39,8 @@ def _takes(hf):
     return names
 
 # %% ../../nbs/24_text.hf.ipynb #f4dbcc80
+_layout = ('position_ids', 'cu_seq_lens', 'max_length')  # of a packed batch
+
 class HFModel(nn.Module):
     "A model of transformers, called with the dict of a batch"
     source,fresh = None,()
@@ -60,7 +62,7 @@ class HFModel(nn.Module):
 
     def call_hf(self, x): # A `ModelOutput`
         "The model's own call, or the packed one"
-        if 'cu_seq_lens' in x: return packed_call(self.hf, x, self.per_token)
+        if 'cu_seq_lens' in x: return packed_call(self.hf, {k: v for k,v in x.items() if k in self.takes or k in _layout}, self.per_token)
         return self.hf(**{k: v for k,v in x.items() if k in self.takes}, **self.more)
 
     def logits(self, out): return (out.start_logits, out.end_logits) if 'start_logits' in out else out.logits
