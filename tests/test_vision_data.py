@@ -55,7 +55,7 @@ def test_every_source_says_what_it_is():
 
 @pytest.mark.parametrize('name', [o for o in sources if sources[o].url])
 def test_fastai_knows_size_and_hash_of_each(name):
-    url,size,md5 = vs.archive_of(sources[name].url)
+    url,size,md5 = download.archive_of(sources[name].url)
     assert url.startswith('https://') and size > 1e7 and len(md5) == 32
 
 
@@ -179,7 +179,7 @@ def test_an_archive_is_fetched_checked_and_unpacked(home, tmp_path, monkeypatch)
     with tarfile.open(tmp_path/'cifar10.tgz', 'w:gz') as t: t.add(tmp_path/'cifar10', 'cifar10')
     raw = (tmp_path/'cifar10.tgz').read_bytes()
     known = ((tmp_path/'cifar10.tgz').as_uri(), len(raw), hashlib.md5(raw[:1<<20]).hexdigest())
-    monkeypatch.setattr(vs, 'archive_of', lambda name: known)
+    monkeypatch.setattr(download, 'archive_of', lambda name: known)
     got = load_source('cifar10')
     assert len(got.train) == len(got.valid) == 20 and got.classes == list('abcdefghij')
     (tmp_path/'cifar10.tgz').unlink() # from now on only what was kept counts
@@ -191,14 +191,14 @@ def test_an_archive_that_fastai_downloaded_serves_offline(home, tmp_path, monkey
     (tmp_path/'fastai/archive').mkdir(parents=True)
     with tarfile.open(tmp_path/'fastai/archive/cifar10.tgz', 'w:gz') as t: t.add(tmp_path/'cifar10', 'cifar10')
     raw = (tmp_path/'fastai/archive/cifar10.tgz').read_bytes()
-    monkeypatch.setattr(vs, 'archive_of', lambda name: ('https://x.invalid/cifar10.tgz', len(raw), hashlib.md5(raw).hexdigest()))
+    monkeypatch.setattr(download, 'archive_of', lambda name: ('https://x.invalid/cifar10.tgz', len(raw), hashlib.md5(raw).hexdigest()))
     assert len(load_source('cifar10', offline=True).train) == 10
 
 
 def test_an_altered_archive_of_the_right_size_is_refused(home, tmp_path, monkeypatch):
     (home/'archive').mkdir(parents=True)
     (home/'archive/cifar10.tgz').write_bytes(b'x'*1000)
-    monkeypatch.setattr(vs, 'archive_of', lambda name: ('https://x.invalid/cifar10.tgz', 1000, '0'*32))
+    monkeypatch.setattr(download, 'archive_of', lambda name: ('https://x.invalid/cifar10.tgz', 1000, '0'*32))
     with pytest.raises(DataUnavailable, match='is not the published file: its md5'): load_source('cifar10', offline=True)
     assert not (home/'data').exists()
 

@@ -20,6 +20,7 @@ from fastai.vision.core import PILImage, PILImageBW
 from fastcore.basics import merge
 from fasttransform import Transform
 
+from ..environment import worker_cores
 from ..recipe import UserError
 from .sources import Item, load_source, split_each
 
@@ -121,8 +122,6 @@ class _Label(Transform):
     def __init__(self, classes): self.classes = classes
     def encodes(self, o): return self.classes[o.y]
 
-def _cpus(): return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-
 def _sampled(items, sample, seed):
     if sample == 1: return items
     keep = split_each([y for _,y in items], sample, seed)
@@ -174,7 +173,7 @@ def vision_dls(data='digits', # A source, `imagenette` (picks its archive by `si
     parts = [_sampled(o, sample, seed) for o in _split(got, split, seed)]
     if bs > len(parts[0]): raise TooFewImages(bs, src.name, len(parts[0]), sample)
     arrays,n_ch = not isinstance(parts[0][0].x, os.PathLike),len(src.stats[0])
-    if workers is None: workers = 0 if arrays else min(8, _cpus())
+    if workers is None: workers = 0 if arrays else min(8, worker_cores())
     items,n = parts[0]+parts[1],len(parts[0])
     dsets = Datasets(items, [[_first, (PILImageBW if n_ch == 1 else PILImage).create], [_Label(classes), Categorize(vocab=classes, sort=False)]],
                      splits=[list(range(n)), list(range(n, len(items)))])
