@@ -10,7 +10,6 @@ import json
 
 from .phases import from_dict, middle, stats
 from .recipe import Ladder, UserError, get_ladder, ladders
-from .record import Run
 from .sheet import Sheet
 from .table import seconds
 

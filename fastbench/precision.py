@@ -8,7 +8,6 @@ __all__ = ['precision_rows', 'Precisions', 'plot_precisions']
 # %% ../nbs/44_precision.ipynb #8dc49aa9
 from .phases import from_dict, middle, rows, stats
 from .recipe import UserError, published
-from .record import Run
 from .sheet import Sheet
 from .table import rate, seconds
 

@@ -1,6 +1,5 @@
 "Sources and loaders: what is given, what is refused, what stays the same"
-import hashlib, io, os, random, subprocess, sys, tarfile, warnings
-from pathlib import Path
+import hashlib, io, random, subprocess, sys, tarfile, warnings
 
 import numpy as np
 import pytest
@@ -10,9 +9,9 @@ from PIL import Image
 from fastbench import download
 from fastbench.download import DataUnavailable
 from fastbench.recipe import UserError
-from fastbench.vision import data as vdata, sources as vs
+from fastbench.vision import sources as vs
 from fastbench.vision.data import CorruptImage, vision_dls
-from fastbench.vision.sources import draw_photo, find_source, load_source, make_photos, scan_folders, shapes, sources, split_each
+from fastbench.vision.sources import draw_photo, find_source, load_source, make_photos, shapes, sources, split_each
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 "Every architecture, the right weights or none, the right layers frozen"
-import socket, time, warnings
+import socket, warnings
 from types import SimpleNamespace
 
 import fastai.callback.schedule, fastai.callback.progress # fit_one_cycle, no_bar
