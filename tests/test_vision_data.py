@@ -320,7 +320,7 @@ def test_a_broken_image_names_its_file_in_one_line(small_photos, harm, workers):
 @pytest.mark.parametrize('kwargs,says', [
     (dict(data='photo'), "unknown data source 'photo'; did you mean 'photos'?"), (dict(data=3), 'unknown data source 3'),
     (dict(size=0), 'size=0 cannot be'), (dict(size=1.5), 'size=1.5'), (dict(size=True), 'size=True'), (dict(bs=0), 'bs=0'), (dict(bs=None), 'bs=None'),
-    (dict(bs=2000), 'less than a batch'), (dict(sample=0), 'sample=0'), (dict(sample=1.01), 'sample=1.01'), (dict(sample='a'), "sample='a'"),
+    (dict(bs='largest'), "bs='largest' cannot be"), (dict(bs=2000), 'less than a batch'), (dict(sample=0), 'sample=0'), (dict(sample=1.01), 'sample=1.01'), (dict(sample='a'), "sample='a'"),
     (dict(sample=float('nan')), 'sample=nan'), (dict(workers=-1), 'workers=-1'), (dict(prefetch=0), 'prefetch=0'), (dict(seed=-1), 'seed=-1'),
     (dict(min_scale=0), 'min_scale=0'), (dict(flip=2), 'flip=2')])
 def test_mistakes_are_one_line(kwargs, says):

@@ -17,6 +17,7 @@ from fastcore.basics import patch
 from fastcore.foundation import L
 from torch.amp import GradScaler, autocast
 
+from .device import train_device
 from .ending import forget, when_cut
 from ..recipe import UserError
 
@@ -118,12 +119,8 @@ class MixedPrecision(FastaiMixedPrecision):
     @property
     def dtype(self): return torch.float16 if self.amp_mode == AMPMode.FP16 else torch.bfloat16
 
-    def _model_device(self):
-        d = getattr(self.dls, 'device', None)
-        return torch.device(d) if d is not None else next((p.device for p in self.model.parameters()), torch.device('cpu'))
-
     def before_fit(self):
-        device = self._model_device()
+        device = train_device(self.learn)
         check_precision(self.amp_mode.value, device, self.allow_emulation)
         self.emulated = self.amp_mode == AMPMode.BF16 and not native_bf16(device)
         if self._scaler is None or self._device != device.type:

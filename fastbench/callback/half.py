@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from .amp import MixedPrecision, Scaler, map_tensors
+from .device import train_device
 from .ending import forget, when_cut
 from ..recipe import UserError
 
@@ -138,7 +139,7 @@ class HalfPrecision(MixedPrecision):
         self._learn = v
 
     def before_fit(self):
-        device = self._model_device().type
+        device = train_device(self.learn).type
         if self._scaler is None or self._device != device:
             on = self.loss_scale is not None or self.dtype == torch.float16
             self._scaler,self._device = (_Static if self.static else Scaler)(device, **self.kwargs, enabled=on),device
