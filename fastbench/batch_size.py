@@ -9,7 +9,6 @@ __all__ = ['is_oom', 'parse_memory', 'BatchSize']
 import ctypes, gc, random, re, sys, traceback, warnings
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from threading import Event, Thread
 from time import perf_counter
 
 import numpy as np
@@ -29,6 +28,7 @@ from .callback.checkpointing import GradientCheckpointing
 from .callback.compiling import Compile
 from .callback.ema import EMACallback
 from .environment import memory_limit
+from .memory import PeakMemory
 from .recipe import UserError
 from .training import BenchLearner
 
@@ -56,27 +56,6 @@ def parse_memory(o # '4GB' (10**9), '4GiB' (2**30), or bytes
     return n
 
 # %% ../nbs/16_batch_size.ipynb #25e73369
-def _status_peak():
-    with open('/proc/self/status') as f: return next(int(o.split()[1])*1024 for o in f if o.startswith('VmHWM'))
-
-class _HostPeak:
-    "The highest resident size from here on"
-    def __init__(self):
-        self.process,self.seen,self.done,self.exact = psutil.Process(),0,Event(),True
-        try:
-            with open('/proc/self/clear_refs', 'w') as f: f.write('5')
-            _status_peak()
-        except (OSError, StopIteration):
-            self.exact = False
-            Thread(target=self._look, daemon=True).start()
-
-    def _look(self):
-        while not self.done.wait(.001): self.seen = max(self.seen, self.process.memory_info().rss)
-
-    def stop(self): # Bytes
-        self.done.set()
-        return _status_peak() if self.exact else max(self.seen, self.process.memory_info().rss)
-
 def _free(device):
     gc.collect()
     if device.type == 'cuda': torch.cuda.empty_cache()
@@ -113,10 +92,10 @@ class _Room:
 
     def measure(self, bs, f):
         "Seconds of a step, or None where `f` does not fit"
-        peak = _HostPeak() if self.device.type == 'cpu' else None
+        peak = PeakMemory(afresh=True).start() if self.device.type == 'cpu' else None
         if peak is None: torch.cuda.reset_peak_memory_stats(self.device) if self.device.type == 'cuda' else None
         seconds = f()
-        self.peak = peak.stop() - self.extra if peak else torch.cuda.max_memory_reserved(self.device) if self.device.type == 'cuda' else None
+        self.peak = peak.stop()['host'] - self.extra if peak else torch.cuda.max_memory_reserved(self.device) if self.device.type == 'cuda' else None
         if peak: self.seen.append((bs, self.peak))
         return seconds if peak is None or self.peak <= self.limit else None
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['cache_dir', 'DataUnavailable', 'locked', 'build_folder', 'file_hash', 'mismatch', 'fetch', 'UnsafeArchive',
-           'safe_name', 'unpack']
+           'safe_name', 'unpack', 'archive_of', 'fastai_set']
 
 # %% ../nbs/03_download.ipynb #ef91db3b
 import errno, hashlib, os, re, shutil, socket, stat, sys, tempfile, zipfile
@@ -246,3 +246,31 @@ def _strip(tmp):
     top = tops[0].rename(tmp/'.strip.tmp') # its own name may be that of something in it
     for o in list(top.iterdir()): o.rename(tmp/o.name)
     top.rmdir()
+
+# %% ../nbs/03_download.ipynb #9107624d
+def archive_of(url_name:str # Name in fastai's `URLs`
+    )->tuple: # address, size in bytes, md5 of the first megabyte
+    "Where a set of fastai's is, and how to know it"
+    from importlib.util import find_spec
+    from ast import literal_eval
+    from fastai.data.external import URLs
+    url,checks = getattr(URLs, url_name),Path(find_spec('fastai').origin).parent/'data/download_checks.py'
+    return (url, *literal_eval(checks.read_text().strip())[url])
+
+def fastai_set(url_name:str, # Name in fastai's `URLs`
+               name:str, # Of the folder in our cache
+               instead:str, # What works without a download: begins the hint of an error
+               holds='', # What is in the unpacked set, likewise
+               offline=False, # Never open a socket
+               tell=None, # Called with the bytes downloaded so far and in all
+    )->Path: # The folder
+    "A set of fastai's: unpacked at the first call, downloaded where the archive is not here"
+    folder = cache_dir()/'data'/name
+    if folder.is_dir(): return folder
+    url,size,md5 = archive_of(url_name)
+    file = url.rsplit('/', 1)[1]
+    own,theirs = cache_dir()/'archive'/file,Path(os.environ.get('FASTAI_HOME', '~/.fastai')).expanduser()/'archive'/file
+    have = next((o for o in (own, theirs) if o.is_file() and o.stat().st_size == size), None)
+    hint = f'{instead}; or put the unpacked set{f" ({holds})" if holds else ""} at {folder}, or the archive at {own}'
+    if not (have or offline): print(f'Downloading {file} ({size/1e6:.0f} MB) ...', file=sys.stderr, flush=True)
+    return unpack(fetch(url, have or own, size=size, md5_start=md5, offline=offline, hint=hint, tell=tell), folder)

@@ -7,19 +7,13 @@ __all__ = ['ladder_rows', 'Climb', 'plot_ladder', 'ladder_recipes', 'ladder']
 
 # %% ../nbs/43_ladder.ipynb #9dbcfefe
 import json
-from statistics import median
 
-from .phases import from_dict, stats
+from .phases import from_dict, middle, stats
 from .recipe import Ladder, UserError, get_ladder, ladders
-from .record import Run
 from .sheet import Sheet
 from .table import seconds
 
 # %% ../nbs/43_ladder.ipynb #b9fffb45
-def _middle(xs):
-    xs = [o for o in xs if o is not None]
-    return median(xs) if xs else None
-
 def _figures(run):
     "What one Run says of its rung"
     goal,prof = run.extra.get('goal') or {},from_dict(run.profile) if run.profile else None
@@ -34,7 +28,7 @@ def _figures(run):
 
 def _row(rung, runs):
     ok = [_figures(o) for o in runs if o.status == 'ok']
-    row = {k: _middle([o[k] for o in ok]) for k in ('seconds', 'compile', 'epochs', 'accuracy', 'step', 'flops', 'share', 'peak')} if ok else {}
+    row = {k: middle([o[k] for o in ok]) for k in ('seconds', 'compile', 'epochs', 'accuracy', 'step', 'flops', 'share', 'peak')} if ok else {}
     reached = [o['seconds'] for o in ok if o['seconds'] is not None]
     status = 'not run' if not runs else 'ok' if len(reached) == len(runs) else 'target not reached' if ok else runs[-1].status
     if status != 'ok': row['seconds'] = None

@@ -162,35 +162,49 @@ def _split(self:FastLoop, b):
 # %% ../nbs/14_loop.ipynb #b1c7d79e
 class SmoothLoss(AvgSmoothLoss):
     "`AvgSmoothLoss` that is worked out when somebody looks"
+    size = 1024  # losses in a block
     def __init__(self, beta=0.98):
         self.beta = beta
         self.reset()
-    def reset(self): self._val,self._steps,self._waiting = None,[],[]
+    def reset(self): self._val,self._raw,self._blocks,self._steps,self._done,self.count = None,None,[],[],0,0
 
     def accumulate(self, learn):
-        self._waiting.append(learn.loss.detach() if num_distrib() <= 1 else to_detach(learn.loss.mean()))
-        if len(self._waiting) >= 1024: self.steps
+        loss,raw,i = learn.loss.detach() if num_distrib() <= 1 else to_detach(learn.loss.mean()), self._raw, self.count % self.size
+        if raw is None or raw.dtype != loss.dtype or raw.device != loss.device:
+            self._work_out()
+            raw = self._raw = torch.empty(self.size, dtype=loss.dtype, device=loss.device)
+        raw[i].copy_(loss.mean() if loss.ndim else loss)
+        self.count += 1
+        if i == self.size-1: self._work_out()
+
+    def _work_out(self):
+        n,i = self.count-self._done, self._done % self.size
+        if not n: return
+        if not i: self._blocks.append(torch.empty(self.size, dtype=self._raw.dtype))
+        losses = self._raw[i:i+n].cpu().unbind()
+        vals,val = [],self._val if self._val is not None else torch.zeros_like(losses[0])
+        for loss in losses: vals.append(val := torch.lerp(loss, val, self.beta))
+        debias = torch.tensor([1-self.beta**(self._done+j) for j in range(1, n+1)], dtype=val.dtype)
+        self._blocks[-1][i:i+n] = torch.stack(vals)/debias
+        self._val,self._done = val,self.count
 
     @property
     def steps(self): # One tensor a training step
         "The smooth loss after each step"
-        if not self._waiting: return self._steps
-        losses = [o.mean() if o.ndim else o for o in self._waiting]
-        if losses[0].device.type != 'cpu': losses = torch.stack(losses).cpu().unbind()
-        vals,val = [],self._val if self._val is not None else torch.zeros_like(losses[0])
-        for loss in losses: vals.append(val := torch.lerp(loss, val, self.beta))
-        n = len(self._steps)
-        debias = torch.tensor([1-self.beta**(n+i) for i in range(1, len(vals)+1)], dtype=val.dtype)
-        self._val,self._waiting = val,[]
-        self._steps.extend((torch.stack(vals)/debias).unbind())
+        self._work_out()
+        while (n := len(self._steps)) < self.count:
+            k,i = divmod(n, self.size)
+            self._steps.extend(self._blocks[k][i:self.count-k*self.size].unbind())
         return self._steps
 
     @property
-    def count(self): return len(self._steps) + len(self._waiting)
+    def val(self):
+        self._work_out()
+        return torch.tensor(0.) if self._val is None else self._val
     @property
-    def val(self): return self._val if self.steps else torch.tensor(0.)
-    @property
-    def value(self): return self.steps[-1] if self.count else torch.tensor(torch.nan)
+    def value(self):
+        self._work_out()
+        return self._blocks[-1][(self.count-1) % self.size] if self.count else torch.tensor(torch.nan)
 
 # %% ../nbs/14_loop.ipynb #1ddd12e9
 class LeanLoss(AvgLoss):
@@ -230,7 +244,7 @@ class LeanRecorder(Recorder):
     def losses(self, v): self.smooth_loss.reset()
 
     def before_fit(self):
-        if self.losses: self.learn.smooth_loss = self.losses[-1]
+        if self.smooth_loss.count: self.learn.smooth_loss = self.smooth_loss.value
         super().before_fit()
 
     def after_batch(self):

@@ -7,6 +7,7 @@ __all__ = ['life_peak', 'PeakMemory']
 
 # %% ../nbs/05_memory.ipynb #03f50dbf
 import sys
+from threading import Event, Thread
 
 import psutil
 
@@ -17,15 +18,27 @@ def life_peak()->int|None: # Bytes; None where the system does not say
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
 
+def _record(): # since it was last forgotten
+    with open('/proc/self/status') as f: return next(int(o.split()[1])*1024 for o in f if o.startswith('VmHWM'))
+
+def _forget():
+    try:
+        with open('/proc/self/clear_refs', 'w') as f: f.write('5')
+        return _record() > 0
+    except (OSError, StopIteration): return False
+
 class PeakMemory:
     "Watches memory from `start` to `stop`"
-    def __init__(self, device=None # A torch device; its allocator is asked if it is CUDA
-        ): self.cuda,self.process = getattr(device, 'type', None) == 'cuda' and device,psutil.Process()
+    def __init__(self, device=None, # A torch device; its allocator is asked if it is CUDA
+                 afresh=False, # Forget the record of the host first
+        ): self.cuda,self.process,self.afresh = getattr(device, 'type', None) == 'cuda' and device,psutil.Process(),afresh
 
     def start(self):
         "The fit begins"
-        self.before,self.seen = life_peak(),0
+        self.fresh,self.done = self.afresh and _forget(),Event()
+        self.before,self.seen = 0 if self.fresh else life_peak(),0
         self.sample()
+        if self.afresh and not self.fresh: Thread(target=self._look, daemon=True).start()
         if self.cuda:
             import torch
             torch.cuda.reset_peak_memory_stats(self.cuda)
@@ -35,10 +48,14 @@ class PeakMemory:
         "Look once: tens of microseconds"
         self.seen = max(self.seen, self.process.memory_info().rss)
 
+    def _look(self):
+        while not self.done.wait(.001): self.sample()
+
     def stop(self)->dict: # host and device peak in bytes; `host_exact` is False where `host` is a lower bound
         "The fit is over"
+        self.done.set()
         self.sample()
-        after = life_peak()
+        after = _record() if self.fresh else life_peak()
         exact = after is not None and after > self.before
         res = dict(host=max(self.seen, after) if exact else self.seen, host_exact=exact)
         if self.cuda:

@@ -6,11 +6,8 @@
 __all__ = ['precision_rows', 'Precisions', 'plot_precisions']
 
 # %% ../nbs/44_precision.ipynb #8dc49aa9
-from statistics import median
-
-from .phases import from_dict, rows, stats
+from .phases import from_dict, middle, rows, stats
 from .recipe import UserError, published
-from .record import Run
 from .sheet import Sheet
 from .table import rate, seconds
 
@@ -34,14 +31,11 @@ def _key(run): return run.recipe.get('name', ''),_asked(run, 'bs'),run.precision
 # %% ../nbs/44_precision.ipynb #d5912a23
 def _row(name, arch, batch, asked, runs, why):
     ok = [_seen(o) for o in runs if o.status == 'ok']
-    def mid(k):
-        xs = [o[k] for o in ok if o[k] is not None]
-        return median(xs) if xs else None
     bad = next((o for o in runs if o.status != 'ok'), None)
     status = 'refused' if not runs else bad.status if bad else 'ok'
     return dict(recipe=name, net=arch, batch='largest' if batch == 'largest' else 'equal',
                 precision=next((o.precision.get('effective') for o in runs if o.precision.get('effective')), asked), asked_bs=batch, asked=asked, status=status,
-                why=why or (bad.error if bad else None), n=len(ok), **{k: mid(k) for k in _figures}, memory_of=ok[0]['memory_of'] if ok else None,
+                why=why or (bad.error if bad else None), n=len(ok), **{k: middle(o[k] for o in ok) for k in _figures}, memory_of=ok[0]['memory_of'] if ok else None,
                 all_data=any(o['all_data'] for o in ok))
 
 def _ratios(row, base):

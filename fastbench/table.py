@@ -11,7 +11,7 @@ from html import escape
 
 from fastcore.basics import patch
 
-from .phases import LEAVES, rows, verdict
+from .phases import LEAVES, verdict
 
 # %% ../nbs/04_table.ipynb #ff5570fd
 def seconds(x:float|None # Seconds

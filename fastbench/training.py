@@ -14,6 +14,7 @@ from fastai.torch_core import default_device
 from .callback.amp import MixedPrecision, check_precision
 from .callback.channelslast import ChannelsLast
 from .callback.compiling import Compile
+from .callback.device import train_device
 from .callback.half import HalfPrecision
 from .loop import FastLoop
 from .recipe import UserError
@@ -46,8 +47,7 @@ class BenchLearner(FastLoop):
     @property
     def device(self): # Where it trains
         "The device of the data, and so of the model once it trains"
-        d = getattr(self.dls, 'device', None)
-        return d if d is not None else next(self.model.parameters()).device
+        return train_device(self)
 
     @property
     def precision(self): # fp32, fp16, bf16 (mixed), half-fp16 or half-bf16 (weights as well)
@@ -56,7 +56,7 @@ class BenchLearner(FastLoop):
         return 'fp32' if amp is None else ('half-' if isinstance(amp, HalfPrecision) else '') + amp.amp_mode.value
 
     def _to(self, precision, allow_emulation=False, **kwargs):
-        check_precision(precision, torch.device(self.device), allow_emulation)
+        check_precision(precision, self.device, allow_emulation)
         return self.to_fp32().add_cb(MixedPrecision(precision, allow_emulation, **kwargs))
 
     def to_fp16(self, **kwargs): # `GradScaler`'s arguments
@@ -70,7 +70,7 @@ class BenchLearner(FastLoop):
     def to_half(self, dtype='bf16', **kwargs): # 'bf16' or 'fp16'; loss_scale, clip and more: see `HalfPrecision`
         "Weights and activations in 16 bits; batch norm, optimizer and loss in fp32"
         cb = HalfPrecision(dtype, **kwargs)
-        check_precision(cb.amp_mode.value, torch.device(self.device), cb.allow_emulation)
+        check_precision(cb.amp_mode.value, self.device, cb.allow_emulation)
         return self.to_fp32().add_cb(cb)
 
     def to_fp32(self):

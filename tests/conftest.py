@@ -18,3 +18,13 @@ def checkout(tmp_path):
     shutil.copytree(ROOT, dest, ignore=shutil.ignore_patterns(
         '.*venv*', '.git', '__pycache__', '*.egg-info', 'build', 'dist', '_proc', '_docs', '.pytest_cache', '.hypothesis', 'fastbench-runs', 'models'))
     return dest
+
+
+@pytest.fixture(scope='module')
+def one_thread():
+    "Tiny networks: threads would only wait for each other, more so where the machine is busy"
+    import torch
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n)

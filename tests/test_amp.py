@@ -3,7 +3,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from fastai.callback.core import Callback, FetchPredsCallback
+from fastai.callback.core import FetchPredsCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
@@ -16,7 +16,7 @@ from fastbench.callback.amp import MixedPrecision, check_precision, to_float
 from fastbench.callback.stamps import EVENTS
 from fastbench.recipe import UserError
 from fastbench.training import BenchLearner
-from test_profiler import CANCELS, Raise, items, on
+from test_profiler import CANCELS, Raise, Validates, items, on
 
 
 @pytest.fixture
@@ -85,13 +85,6 @@ def test_predictions_without_labels():
 
 
 def test_validation_inside_a_fit():
-    class Validates(Callback):
-        ran = False
-
-        def after_epoch(self):
-            if not self.ran:
-                self.ran = True
-                self.learn.validate()
     learn = make(cbs=Validates())
     learn.fit(2)
     clean(learn)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from fastai.callback.core import Callback, FetchPredsCallback
+from fastai.callback.core import FetchPredsCallback
 from fastai.callback.schedule import Learner  # noqa: F401  (adds fit_one_cycle, lr_find)
 from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
@@ -24,22 +24,14 @@ from fastbench.callback.stamps import EVENTS
 from fastbench.learner import bench_learner
 from fastbench.recipe import UserError
 from fastbench.training import BenchLearner
-from test_profiler import CANCELS, Raise, items, on
+from test_profiler import CANCELS, Raise, Validates, items, on
 
 BF16, FP16 = torch.bfloat16, torch.float16
+pytestmark = pytest.mark.usefixtures('one_thread')
 
 
 @pytest.fixture
 def fp16_on_cpu(monkeypatch): monkeypatch.setattr(amp, 'check_precision', lambda *a: None)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    "Tiny networks: threads would only wait for each other"
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
 
 
 def batches(n=4, bs=8): return [(torch.randn(bs, 8), torch.randint(3, (bs,))) for _ in range(n)]
@@ -310,14 +302,6 @@ def test_predictions_and_validation():
     learn.model.hook = lambda: 1/0
     with pytest.raises(ZeroDivisionError): learn.validate()
     clean(learn)
-
-    class Validates(Callback):
-        ran = False
-
-        def after_epoch(self):
-            if not self.ran:
-                self.ran = True
-                self.learn.validate()
     learn = make(cbs=Validates())
     learn.fit(2)
     clean(learn)

@@ -1,9 +1,11 @@
 "The lean loop against fastai's own: the same weights, the same events, the same record, whatever the callbacks do."
+import gc
 import os
 import re
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from fastai.callback.tracker import EarlyStoppingCallback, SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip, ShortEpochCallback
 from fastai.data.core import DataLoaders, Datasets
 from fastai.data.load import DataLoader
-from fastai.learner import AvgMetric, CastToTensor, Recorder, load_learner
+from fastai.learner import AvgMetric, AvgSmoothLoss, CastToTensor, Recorder, load_learner
 from fastai.metrics import F1Score, accuracy
 from fastai.torch_core import TensorBase, defaults
 from torch import nn
@@ -257,9 +259,33 @@ def test_many_steps_are_worked_out_in_between():
     s, n = SmoothLoss(), 3000
     class Step: loss = torch.tensor(1.)
     for _ in range(n): s.accumulate(Step)
-    assert s.count == n and len(s._waiting) < 1024 and float(s.value) == pytest.approx(1, rel=1e-4)
+    assert s.count == n and len(s._steps) == 0 and float(s.value) == pytest.approx(1, rel=1e-4)
+    assert len(s.steps) == n and s.steps is s.steps and float(s.steps[1024]) == pytest.approx(1, rel=1e-4)
 
 
+def test_losses_of_another_kind_in_mid_fit():
+    a, b = SmoothLoss(), AvgSmoothLoss()
+    for loss in [torch.tensor(1.), torch.tensor([2., 4.]), TensorBase(3.), torch.tensor(4., requires_grad=True)]:
+        for s in (a, b): s.accumulate(SimpleNamespace(loss=loss))
+        if loss.ndim: assert same([a.value, a.val], [b.value, b.val])
+    assert same([a.value, a.val, a.count], [b.value, b.val, b.count]) and not a.value.requires_grad
+    for loss in torch.ones(1500): a.accumulate(SimpleNamespace(loss=loss))
+    half = SmoothLoss()
+    half.accumulate(SimpleNamespace(loss=torch.tensor(2., dtype=torch.bfloat16)))
+    assert half.steps[0].dtype == torch.bfloat16
+
+
+def test_no_small_tensor_outlives_its_step():
+    "Each would be put between the large buffers of a step: the heap grows by about one of them a step"
+    counts = []
+    class Count(Callback):
+        order = 2000
+        def after_batch(self):
+            if self.training and self.iter in (9, 199): counts.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
+    learn = make(FastLoop, n=800)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=Count())
+    assert abs(counts[1] - counts[0]) < 10, counts
+    assert len(learn.recorder.losses) == 200
 
 
 def test_no_loss_is_read_in_a_step(monkeypatch):

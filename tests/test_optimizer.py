@@ -35,13 +35,7 @@ EACH = [(theirs, ours) for theirs, *both in PAIRS.values() for ours in both]
 IDS = [f'{impl} {k}' for k in PAIRS for impl in ('fused', 'foreach')]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    "Tiny networks: threads would only wait for each other"
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
+pytestmark = pytest.mark.usefixtures('one_thread')
 
 
 class Net(nn.Module):

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader as TorchDataLoader, TensorDataset
 import fastbench.callback.profiler as profiler_module
 from fastbench.callback.profiler import Profiler
 from fastbench.callback.device import DeviceClock
-from fastbench.callback.stamps import DRAW, EVENTS, FIRST, LAST, ManualClock, Stopwatch, TimedLoader
+from fastbench.callback.stamps import DRAW, EVENTS, FIRST, ManualClock, Stopwatch, TimedLoader
 from fastbench.loop import FastLoop
 from fastbench.phases import TRAIN, VALID, rows
 
@@ -46,6 +46,16 @@ class Net(nn.Module):
 
 
 def loss_func(pred, targ, reduction='mean'): return nn.functional.cross_entropy(pred, targ, reduction=reduction)
+
+
+class Validates(Callback):
+    "A validation inside the fit"
+    ran = False
+
+    def after_epoch(self):
+        if not self.ran:
+            self.ran = True
+            self.learn.validate()
 
 
 def items(n): return [(torch.randn(8), i % 3) for i in range(n)]

@@ -1,5 +1,5 @@
 "A real pretrained model, real English: MiniLM told which package a docstring is from by its first 20 words, against the same model from random weights, and TF-IDF"
-import json, os, subprocess, sys, warnings
+import json, os, subprocess, sys
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -4,7 +4,6 @@ import copy, math
 import pytest
 import torch
 from fastai.callback.core import Callback
-from fastai.callback.rnn import ModelResetter
 from fastai.callback.training import GradientClip
 
 import fastbench.callback.profiler # learn.profile
@@ -12,7 +11,7 @@ from fastbench.batch_size import BatchSize
 from fastbench.callback.compiling import Compile
 from fastbench.callback.ema import EMACallback
 from fastbench.recipe import UserError
-from fastbench.text.rnn import (AWDLM, BPTTLoader, Penalties, WordLM, WordVocab, generate, lm_dls, rnn_archs, rnn_learner, word_lm, word_tokens)
+from fastbench.text.rnn import (BPTTLoader, Penalties, WordVocab, generate, lm_dls, rnn_archs, rnn_learner, word_lm, word_tokens)
 from fastbench.text.sources import Texts, TextSet, text_sources
 
 SMALL = dict(n_emb=16, n_hid=16, n_layers=2)

@@ -26,13 +26,7 @@ SMALL = dict(epochs=1, batches=2, workers=0, bs=32, size=8, sample=.2, device='c
 def train(name='digits-xresnet18', **kwargs): return run_recipe(name, **{**SMALL, **kwargs})
 
 
-@pytest.fixture(scope='module', autouse=True)
-def one_thread():
-    "Several threads wait for each other where the machine is busy"
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
+pytestmark = pytest.mark.usefixtures('one_thread')
 
 
 @pytest.fixture(scope='module')

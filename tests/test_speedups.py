@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from fastai.callback.core import Callback, CancelFitException, CancelStepException, CancelTrainException, CancelValidException, TrainEvalCallback
+from fastai.callback.core import Callback, CancelFitException, CancelTrainException, CancelValidException, TrainEvalCallback
 from fastai.callback.schedule import Learner  # noqa: F401  (adds fit_one_cycle, lr_find)
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders, Datasets

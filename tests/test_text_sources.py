@@ -1,15 +1,14 @@
 "Text sources: what is given, what is refused, what stays the same"
-import os, re, socket, statistics, subprocess, sys, time, warnings
+import re, socket, subprocess, sys, time, warnings
 
 import pytest
 
-from fastbench import download
 from fastbench.download import DataUnavailable
 from fastbench.recipe import UserError
 from fastbench.text import sources as ts
 from fastbench.text.docstrings import docstrings_of, group_texts, package_docstrings, packages
 from fastbench.text.reviews import fingerprint, make_reviews, review_lengths
-from fastbench.text.sources import (Texts, families, find_text_source, load_text_source, read_table, read_text, source_tokenizer, split_texts,
+from fastbench.text.sources import (Texts, families, load_text_source, read_table, read_text, source_tokenizer, split_texts,
                                     text_sources, train_tokenizer)
 
 

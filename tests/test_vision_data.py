@@ -1,6 +1,5 @@
 "Sources and loaders: what is given, what is refused, what stays the same"
-import hashlib, io, os, random, subprocess, sys, tarfile, warnings
-from pathlib import Path
+import hashlib, io, random, subprocess, sys, tarfile, warnings
 
 import numpy as np
 import pytest
@@ -10,9 +9,9 @@ from PIL import Image
 from fastbench import download
 from fastbench.download import DataUnavailable
 from fastbench.recipe import UserError
-from fastbench.vision import data as vdata, sources as vs
+from fastbench.vision import sources as vs
 from fastbench.vision.data import CorruptImage, vision_dls
-from fastbench.vision.sources import draw_photo, find_source, load_source, make_photos, scan_folders, shapes, sources, split_each
+from fastbench.vision.sources import draw_photo, find_source, load_source, make_photos, shapes, sources, split_each
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def test_every_source_says_what_it_is():
 
 @pytest.mark.parametrize('name', [o for o in sources if sources[o].url])
 def test_fastai_knows_size_and_hash_of_each(name):
-    url,size,md5 = vs.archive_of(sources[name].url)
+    url,size,md5 = download.archive_of(sources[name].url)
     assert url.startswith('https://') and size > 1e7 and len(md5) == 32
 
 
@@ -179,7 +178,7 @@ def test_an_archive_is_fetched_checked_and_unpacked(home, tmp_path, monkeypatch)
     with tarfile.open(tmp_path/'cifar10.tgz', 'w:gz') as t: t.add(tmp_path/'cifar10', 'cifar10')
     raw = (tmp_path/'cifar10.tgz').read_bytes()
     known = ((tmp_path/'cifar10.tgz').as_uri(), len(raw), hashlib.md5(raw[:1<<20]).hexdigest())
-    monkeypatch.setattr(vs, 'archive_of', lambda name: known)
+    monkeypatch.setattr(download, 'archive_of', lambda name: known)
     got = load_source('cifar10')
     assert len(got.train) == len(got.valid) == 20 and got.classes == list('abcdefghij')
     (tmp_path/'cifar10.tgz').unlink() # from now on only what was kept counts
@@ -191,14 +190,14 @@ def test_an_archive_that_fastai_downloaded_serves_offline(home, tmp_path, monkey
     (tmp_path/'fastai/archive').mkdir(parents=True)
     with tarfile.open(tmp_path/'fastai/archive/cifar10.tgz', 'w:gz') as t: t.add(tmp_path/'cifar10', 'cifar10')
     raw = (tmp_path/'fastai/archive/cifar10.tgz').read_bytes()
-    monkeypatch.setattr(vs, 'archive_of', lambda name: ('https://x.invalid/cifar10.tgz', len(raw), hashlib.md5(raw).hexdigest()))
+    monkeypatch.setattr(download, 'archive_of', lambda name: ('https://x.invalid/cifar10.tgz', len(raw), hashlib.md5(raw).hexdigest()))
     assert len(load_source('cifar10', offline=True).train) == 10
 
 
 def test_an_altered_archive_of_the_right_size_is_refused(home, tmp_path, monkeypatch):
     (home/'archive').mkdir(parents=True)
     (home/'archive/cifar10.tgz').write_bytes(b'x'*1000)
-    monkeypatch.setattr(vs, 'archive_of', lambda name: ('https://x.invalid/cifar10.tgz', 1000, '0'*32))
+    monkeypatch.setattr(download, 'archive_of', lambda name: ('https://x.invalid/cifar10.tgz', 1000, '0'*32))
     with pytest.raises(DataUnavailable, match='is not the published file: its md5'): load_source('cifar10', offline=True)
     assert not (home/'data').exists()
 
@@ -321,7 +320,7 @@ def test_a_broken_image_names_its_file_in_one_line(small_photos, harm, workers):
 @pytest.mark.parametrize('kwargs,says', [
     (dict(data='photo'), "unknown data source 'photo'; did you mean 'photos'?"), (dict(data=3), 'unknown data source 3'),
     (dict(size=0), 'size=0 cannot be'), (dict(size=1.5), 'size=1.5'), (dict(size=True), 'size=True'), (dict(bs=0), 'bs=0'), (dict(bs=None), 'bs=None'),
-    (dict(bs=2000), 'less than a batch'), (dict(sample=0), 'sample=0'), (dict(sample=1.01), 'sample=1.01'), (dict(sample='a'), "sample='a'"),
+    (dict(bs='largest'), "bs='largest' cannot be"), (dict(bs=2000), 'less than a batch'), (dict(sample=0), 'sample=0'), (dict(sample=1.01), 'sample=1.01'), (dict(sample='a'), "sample='a'"),
     (dict(sample=float('nan')), 'sample=nan'), (dict(workers=-1), 'workers=-1'), (dict(prefetch=0), 'prefetch=0'), (dict(seed=-1), 'seed=-1'),
     (dict(min_scale=0), 'min_scale=0'), (dict(flip=2), 'flip=2')])
 def test_mistakes_are_one_line(kwargs, says):

@@ -1,5 +1,5 @@
 "Every architecture, the right weights or none, the right layers frozen"
-import socket, time, warnings
+import socket, warnings
 from types import SimpleNamespace
 
 import fastai.callback.schedule, fastai.callback.progress # fit_one_cycle, no_bar
@@ -12,10 +12,10 @@ from fastai.torch_core import params
 from fastai.vision.models import xresnet
 from torch import nn
 
+from fastbench import hub
 from fastbench.download import DataUnavailable
 from fastbench.recipe import UserError
 from fastbench.training import BenchLearner
-from fastbench.vision import learner as vl
 from fastbench.vision.data import vision_dls
 from fastbench.vision.learner import (fill_body, item_shape, normalize_as, timm_learner, timm_model, timm_splitter, xresnet50_weights, xresnet_archs,
                                       xresnet_learner, xresnet_splitter)
@@ -267,7 +267,7 @@ def test_a_file_under_the_second_name_is_found(monkeypatch):
         asked.append(url.rsplit('/', 1)[1])
         if len(asked) == 1: raise EntryNotFoundError('404')
     monkeypatch.setattr(huggingface_hub, 'get_hf_file_metadata', look)
-    vl._look_up('timm/resnet18.a1_in1k', ['model.safetensors', 'pytorch_model.bin'], False)
+    hub.look_up('timm/resnet18.a1_in1k', ['model.safetensors', 'pytorch_model.bin'])
     assert asked == ['model.safetensors', 'pytorch_model.bin']
 
 

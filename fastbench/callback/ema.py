@@ -6,7 +6,6 @@
 __all__ = ['EMACallback']
 
 # %% ../../nbs/12_callback.ema.ipynb #e0363c89
-import torch
 from fastai.callback.core import Callback
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 

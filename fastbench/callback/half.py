@@ -6,30 +6,19 @@
 __all__ = ['HalfPrecision']
 
 # %% ../../nbs/12_callback.half.ipynb #10756c85
-from collections.abc import Mapping
-
 import torch
 from fastcore.basics import patch
-from fastcore.foundation import L
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from .amp import MixedPrecision, Scaler
+from .amp import MixedPrecision, Scaler, map_tensors
+from .device import train_device
 from .ending import forget, when_cut
 from ..recipe import UserError
 
 # %% ../../nbs/12_callback.half.ipynb #ce6f88b2
-def _to(o, dtype):
-    "Floating-point tensors of `o` in `dtype`, in the containers they came in"
-    if isinstance(o, torch.Tensor): return o.to(dtype) if o.is_floating_point() else o
-    if isinstance(o, Mapping):
-        new = {k: _to(v, dtype) for k,v in o.items()}
-        if type(o) is dict: return new
-        try: return type(o)(new)
-        except TypeError: return type(o)(**new)
-    if isinstance(o, tuple) and hasattr(o, '_fields'): return type(o)(*(_to(v, dtype) for v in o))
-    return type(o)(_to(v, dtype) for v in o) if type(o) in (list, tuple, L) else o
+def _to(o, dtype): return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, o)
 
 def _tensors(model):
     "What is computed in 16 bits: parameters once each, then buffers as (module, name)"
@@ -150,7 +139,7 @@ class HalfPrecision(MixedPrecision):
         self._learn = v
 
     def before_fit(self):
-        device = self._model_device().type
+        device = train_device(self.learn).type
         if self._scaler is None or self._device != device:
             on = self.loss_scale is not None or self.dtype == torch.float16
             self._scaler,self._device = (_Static if self.static else Scaler)(device, **self.kwargs, enabled=on),device

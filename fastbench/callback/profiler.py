@@ -16,7 +16,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from .ending import forget, when_cut
-from .device import DeviceClock
+from .device import DeviceClock, train_device
 from .stamps import COMPILE, FIRST, LAST, Stopwatch, TimedLoader, UNSCALE, UNSCALED
 from .trace import Trace
 from ..memory import PeakMemory
@@ -145,8 +145,7 @@ def _begin(self:Profiler):
     if w.running:
         if not self._validation: return self._nest('before_fit', 'after_fit')
         self._end()  # a validation that an error in before_fit or before_epoch ended without a word
-    device = next((p.device for p in learn.model.parameters()), torch.device('cpu')) if hasattr(learn.model, 'parameters') else torch.device('cpu')
-    device = getattr(learn.dls, 'device', None) or device
+    device = train_device(learn)
     w.device = _device_clock(device)
     w.watchers = tuple(o for o in (w.device, self._trace) if o is not None)
     w.compiled,self._nested,self._validation = _Compiling(w),None,learn.lock.locked()

@@ -18,6 +18,7 @@ from fastai.torch_core import default_device
 from fasttransform import Transform
 
 from ..download import DataUnavailable
+from ..environment import worker_cores
 from ..recipe import UserError, unknown
 from .loader import TextDataset, TextDL, texts_of
 from .tokenize import BatchTokenizer, check_texts
@@ -108,9 +109,6 @@ def _number(at, o, row):
     return at[o]
 
 # %% ../../nbs/23_text.data.ipynb #3c728fd2
-def _cpus(): return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-
-# %% ../../nbs/23_text.data.ipynb #2aa8f1c8
 def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folder of texts, a list, a `datasets.Dataset`
            tokenizer, # A tokenizer of transformers, a hub name or a folder
            text_col='text', # Column of the texts; two for pairs
@@ -143,7 +141,7 @@ def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folde
     else: y,vocab,kind = labels_of(df, label_col, ~held, label_delim)
     bt = tokenizer if isinstance(tokenizer, BatchTokenizer) else BatchTokenizer(tokenizer, max_length, pad_to_multiple_of)
     n = int((~held).sum())
-    if workers is None: workers = int(n >= 2000 and _cpus() > 1)
+    if workers is None: workers = int(n >= 2000 and worker_cores() > 1)
     if max_tokens is None and loader in ('budget', 'packed'): max_tokens = bs*(bt.max_length or 512)//2
     def part(keep): return TextDataset([o for o,k in zip(texts, keep) if k], None if y is None else y[torch.from_numpy(np.flatnonzero(keep))], vocab, cols[0], cols)
     train = TextDL(part(~held), bt, bs, loader, max_tokens, shuffle=True, seed=seed, num_workers=workers, finish=finish, **kwargs)

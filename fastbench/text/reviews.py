@@ -7,8 +7,6 @@ __all__ = ['review_lengths', 'make_reviews', 'fingerprint']
 
 # %% ../../nbs/19_text.reviews.ipynb #067a1242
 import hashlib
-from bisect import bisect
-from itertools import accumulate
 
 # %% ../../nbs/19_text.reviews.ipynb #3c3a5edc
 _nouns = '''film movie story scene character actor plot ending director time way life man woman world part music performance cast script idea moment

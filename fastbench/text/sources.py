@@ -8,12 +8,12 @@ __all__ = ['text_sources', 'families', 'TextSource', 'Texts', 'TextSet', 'find_t
            'train_tokenizer', 'source_tokenizer']
 
 # %% ../../nbs/20_text.sources.ipynb #733a23f4
-import ast, json, random, sys, warnings
+import json, random, sys, warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..download import DataUnavailable, build_folder, cache_dir, fetch, unpack
+from ..download import DataUnavailable, build_folder, cache_dir, fastai_set
 from ..recipe import UserError, unknown
 from .docstrings import group_texts, package_docstrings, package_versions, packages
 from .reviews import fingerprint, make_reviews
@@ -153,22 +153,7 @@ def read_table(path, # A CSV file
 # %% ../../nbs/20_text.sources.ipynb #ed173b6e
 def _fetched(source, offline=False, tell=None):
     "The folder of a set of fastai's"
-    folder = cache_dir()/'data'/source.name
-    if folder.is_dir(): return folder
-    from importlib.util import find_spec
-    from fastai.data.external import URLs
-    url,checks = getattr(URLs, source.url), Path(find_spec('fastai').origin).parent/'data/download_checks.py'
-    size,md5 = ast.literal_eval(checks.read_text().strip())[url]
-    name,own = url.rsplit('/', 1)[1], cache_dir()/'archive'
-    hint = (f"data='docstrings' and data='reviews' work without a download; or put the unpacked set at {folder}, or the archive at {own/name}")
-    have = next((o for o in _archives(name) if o.is_file() and o.stat().st_size == size), None)
-    if not (have or offline): print(f'Downloading {name} ({size/1e6:.0f} MB) ...', file=sys.stderr, flush=True)
-    return unpack(fetch(url, have or own/name, size=size, md5_start=md5, offline=offline, hint=hint, tell=tell), folder)
-
-def _archives(name):
-    import os
-    home = Path(os.environ.get('FASTAI_HOME', '~/.fastai')).expanduser()
-    return cache_dir()/'archive'/name, home/'archive'/name
+    return fastai_set(source.url, source.name, "data='docstrings' and data='reviews' work without a download", offline=offline, tell=tell)
 
 # %% ../../nbs/20_text.sources.ipynb #a6ee4856
 def load_imdb(source, offline=False, tell=None, **kwargs):

@@ -14,12 +14,12 @@ import torch
 from fastcore.basics import patch
 
 from ..download import DataUnavailable
+from ..hub import cached, look_up, short
 from ..recipe import UserError
 
 # %% ../../nbs/21_text.tokenize.ipynb #fb3acdd1
 _files = ('tokenizer.json', 'tokenizer_config.json', 'vocab.txt', 'vocab.json', 'spiece.model', 'tokenizer.model')
 
-def _first(e): return (str(e).strip().splitlines() or [type(e).__name__])[0].rstrip('.')
 
 def _missing(name, why):
     return DataUnavailable(f'cannot get the tokenizer of {name}: {why}. A local folder or a tokenizer works offline, and so does '
@@ -37,16 +37,13 @@ def find_tokenizer(tokenizer, # A hub name, a folder, or a tokenizer of transfor
     if folder.is_dir():
         if not any((folder/o).is_file() for o in _files): raise DataUnavailable(f'{folder} has no tokenizer (none of {", ".join(_files)}): save one there with tokenizer.save_pretrained, or name another')
         try: return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as e: raise DataUnavailable(f'the tokenizer in {folder} cannot be read ({_first(e)}): is tokenizer.json whole? Save it there again') from None
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    have = any(isinstance(try_to_load_from_cache(name, o, revision=revision), str) for o in _files) if name.count('/') < 2 else False
-    if not have:
-        if name.count('/') > 1 or name.startswith(('.', '~')): raise _missing(name, 'there is no such folder')
-        if offline or constants.HF_HUB_OFFLINE: raise _missing(name, 'offline, and it is not in the cache')
-        try: get_hf_file_metadata(hf_hub_url(name, 'tokenizer_config.json', revision=revision), timeout=5)
-        except Exception as e: raise _missing(name, _first(e)) from None
-    try: return AutoTokenizer.from_pretrained(name, revision=revision, local_files_only=have)
-    except Exception as e: raise _missing(name, _first(e)) from None
+        except Exception as e: raise DataUnavailable(f'the tokenizer in {folder} cannot be read ({short(e)}): is tokenizer.json whole? Save it there again') from None
+    if name.count('/') > 1 or name.startswith(('.', '~')): raise _missing(name, 'there is no such folder')
+    try:
+        have = cached(name, _files, revision) is not None
+        if not have: look_up(name, ['tokenizer_config.json'], revision, offline)
+        return AutoTokenizer.from_pretrained(name, revision=revision, local_files_only=have)
+    except Exception as e: raise _missing(name, short(e)) from None
 
 # %% ../../nbs/21_text.tokenize.ipynb #16e99537
 def check_texts(texts, # Texts, or pairs of texts

@@ -7,7 +7,6 @@ __all__ = ['CorruptImage', 'TooFewImages', 'SeededDL', 'ArrayDL', 'BatchResize',
 
 # %% ../../nbs/31_vision.data.ipynb #e301fe5f
 import os, random, re
-from numbers import Integral, Real
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,8 @@ from fastai.vision.core import PILImage, PILImageBW
 from fastcore.basics import merge
 from fasttransform import Transform
 
-from ..recipe import UserError
+from ..environment import worker_cores
+from ..recipe import UserError, check_field
 from .sources import Item, load_source, split_each
 
 # %% ../../nbs/31_vision.data.ipynb #39e21bf6
@@ -121,8 +121,6 @@ class _Label(Transform):
     def __init__(self, classes): self.classes = classes
     def encodes(self, o): return self.classes[o.y]
 
-def _cpus(): return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-
 def _sampled(items, sample, seed):
     if sample == 1: return items
     keep = split_each([y for _,y in items], sample, seed)
@@ -135,19 +133,6 @@ def _split(got, split, seed):
     items = [*got.train, *got.valid]
     held = set(random.Random(seed).sample(range(len(items)), round(.2*len(items))))
     return [o for i,o in enumerate(items) if i not in held],[o for i,o in enumerate(items) if i in held]
-
-# %% ../../nbs/31_vision.data.ipynb #64bb6d0a
-def _check(**kwargs):
-    "One line for a value that cannot be"
-    rules = dict(size=(Integral, 1, None, 'a whole number of pixels, 1 or more'), bs=(Integral, 1, None, 'a whole number, 1 or more'),
-        workers=(Integral, 0, None, 'a whole number of processes, 0 or more'), prefetch=(Integral, 1, None, 'a whole number of batches, 1 or more'),
-        seed=(Integral, 0, None, 'a whole number, 0 or more'), sample=(Real, 0, 1, 'a share above 0, up to 1'),
-        min_scale=(Real, 0, 1, 'a share of the area above 0, up to 1'), flip=(Real, 0, 1, 'a probability from 0 to 1'))
-    for name,v in kwargs.items():
-        kind,lo,hi,allowed = rules[name]
-        open_end = name in ('sample', 'min_scale') and v == 0
-        if not isinstance(v, kind) or isinstance(v, bool) or not lo <= v or (hi is not None and v > hi) or open_end:
-            raise UserError(f'{name}={v!r} cannot be: it is {allowed}')
 
 # %% ../../nbs/31_vision.data.ipynb #c2cee445
 def vision_dls(data='digits', # A source, `imagenette` (picks its archive by `size`), `auto`, or `auto:NAME`
@@ -164,17 +149,15 @@ def vision_dls(data='digits', # A source, `imagenette` (picks its archive by `si
                split='own', # Validation: 'own', as the source has it; 'pooled': a random 20% of its training and validation images together
     )->DataLoaders: # With `info`: name, version, asked, fallback, real, synthetic, sizes and all settings in effect
     "`DataLoaders` of a named source"
-    if size is not None: _check(size=size)
-    if workers is not None: _check(workers=workers)
-    _check(bs=bs, prefetch=prefetch, seed=seed, sample=sample)
+    check_field('bs', bs, without='largest')
+    for k,v in dict(size=size, workers=workers, prefetch=prefetch, seed=seed, sample=sample, min_scale=min_scale, flip=flip).items(): check_field(k, v)
     got = load_source(data, size, seed=seed, offline=offline)
     src,classes = got.source,got.classes
     min_scale,flip = src.min_scale if min_scale is None else min_scale, src.flip if flip is None else flip
-    _check(min_scale=min_scale, flip=flip)
     parts = [_sampled(o, sample, seed) for o in _split(got, split, seed)]
     if bs > len(parts[0]): raise TooFewImages(bs, src.name, len(parts[0]), sample)
     arrays,n_ch = not isinstance(parts[0][0].x, os.PathLike),len(src.stats[0])
-    if workers is None: workers = 0 if arrays else min(8, _cpus())
+    if workers is None: workers = 0 if arrays else min(8, worker_cores())
     items,n = parts[0]+parts[1],len(parts[0])
     dsets = Datasets(items, [[_first, (PILImageBW if n_ch == 1 else PILImage).create], [_Label(classes), Categorize(vocab=classes, sort=False)]],
                      splits=[list(range(n)), list(range(n, len(items)))])

@@ -23,6 +23,7 @@ from fastcore.meta import delegates
 from torch import nn
 
 from ..download import DataUnavailable, cache_dir, fetch
+from ..hub import cached, look_up, short
 from ..recipe import UserError, unknown
 from ..training import BenchLearner
 
@@ -173,27 +174,6 @@ def xresnet_learner(dls, # `DataLoaders` of images
     return learn
 
 # %% ../../nbs/32_vision.learner.ipynb #b61995b9
-def _cached(hub_id, names):
-    "The first of `names` that the hub's cache has of `hub_id`, or None"
-    from huggingface_hub import try_to_load_from_cache
-    repo,_,revision = hub_id.partition('@')
-    found = (try_to_load_from_cache(repo, o, revision=revision or None) for o in names)
-    return next((o for o in found if isinstance(o, str)), None)
-
-def _look_up(hub_id, names, offline):
-    "Fail at once where none of `names` can be had from the hub"
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import EntryNotFoundError
-    if offline or constants.HF_HUB_OFFLINE: raise OSError('offline, and they are not in the cache')
-    repo,_,revision = hub_id.partition('@')
-    for o in names:
-        try: return get_hf_file_metadata(hf_hub_url(repo, o, revision=revision or None), timeout=5)
-        except EntryNotFoundError as e: missing = e
-    raise missing
-
-def _short(e): return (str(e).strip().splitlines() or [type(e).__name__])[0]
-
-# %% ../../nbs/32_vision.learner.ipynb #d4223507
 def timm_model(arch:str, # A name, also with the tag of its weights: `resnet50.a1_in1k`
                pretrained=False, # Start from published weights
                n_out=1000, # Outputs
@@ -216,19 +196,19 @@ def timm_model(arch:str, # A name, also with the tag of its weights: `resnet50.a
         if not where: raise UserError(f'timm has no weights for {arch!r}: use pretrained=False, or a name from timm.list_models(pretrained=True)')
     try:
         if hub: # config and weights are both the hub's; what its cache has is read like any folder
-            if have := _cached(hub[1], ['config.json']): arch = f'local-dir:{Path(have).parent}'
-            else: _look_up(hub[1], ['config.json'], offline)
+            if have := cached(hub[1], ['config.json']): arch = f'local-dir:{Path(have).parent}'
+            else: look_up(hub[1], ['config.json'], offline=offline)
         elif cfg and cfg.hf_hub_id and not cfg.custom_load:
             names = [cfg.hf_hub_filename] if cfg.hf_hub_filename else ['model.safetensors', 'pytorch_model.bin']
-            if have := _cached(cfg.hf_hub_id, names):
+            if have := cached(cfg.hf_hub_id, names):
                 state = load_state_dict(have, weights_only=True)
                 return _create(arch, args, pretrained=True, pretrained_cfg_overlay=dict(state_dict=state)), where
-            _look_up(cfg.hf_hub_id, names, offline)
+            look_up(cfg.hf_hub_id, names, offline=offline)
         elif cfg and offline and not cfg.file: raise OSError('offline')
         return _create(arch, args, pretrained=pretrained), where if pretrained else None
     except UserError: raise
     except Exception as e:
-        raise DataUnavailable(f'cannot get {"the pretrained weights of " if pretrained else ""}{arch} ({where}): {_short(e).rstrip(".")}. '
+        raise DataUnavailable(f'cannot get {"the pretrained weights of " if pretrained else ""}{arch} ({where}): {short(e)}. '
                               f'{"A name from timm.list_models()" if hub else "pretrained=False"} works without a download; with a network, one run '
                               'keeps it in the cache') from None
 
@@ -237,7 +217,7 @@ def _create(arch, args, **kwargs):
     try: return timm.create_model(arch, **args, **kwargs)
     except (TypeError, RuntimeError) as e:
         if kwargs: raise # the weights' own trouble: named above
-        raise UserError(f'timm cannot build {arch} with {args}: {_short(e)}') from None
+        raise UserError(f'timm cannot build {arch} with {args}: {short(e)}') from None
 
 # %% ../../nbs/32_vision.learner.ipynb #e4644621
 def timm_splitter(m, # A model of timm's

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['sources', 'shapes', 'Source', 'Item', 'ImageSet', 'find_source', 'split_each', 'load_digits_set', 'draw_photo',
-           'make_photos', 'load_photos_set', 'archive_of', 'scan_folders', 'load_fetched_set', 'load_source']
+           'make_photos', 'load_photos_set', 'scan_folders', 'load_fetched_set', 'load_source']
 
 # %% ../../nbs/30_vision.sources.ipynb #8627d302
 import hashlib, json, math, sys, warnings
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ..download import DataUnavailable, build_folder, cache_dir, fetch, unpack
+from ..download import DataUnavailable, build_folder, cache_dir, fastai_set
 from ..recipe import UserError, unknown
 
 # %% ../../nbs/30_vision.sources.ipynb #cb0514f6
@@ -192,15 +192,6 @@ def load_photos_set(source, seed=42, **kwargs):
                     dict(fingerprint=m['fingerprint']))
 
 # %% ../../nbs/30_vision.sources.ipynb #126e90ac
-def archive_of(url_name:str # Name in fastai's `URLs`
-    )->tuple: # address, size in bytes, md5 of the first megabyte
-    "Where a set of fastai's is, and how to know it"
-    from importlib.util import find_spec
-    from ast import literal_eval
-    from fastai.data.external import URLs
-    url,checks = getattr(URLs, url_name),Path(find_spec('fastai').origin).parent/'data/download_checks.py'
-    return (url, *literal_eval(checks.read_text().strip())[url])
-
 def scan_folders(folder, # Holds `train/` and one of `val/`, `valid/`, `test/`, categories below
                  n_classes=None, # Fail unless there are so many
     )->tuple: # classes, training items, validation items
@@ -218,26 +209,12 @@ def scan_folders(folder, # Holds `train/` and one of `val/`, `valid/`, `test/`, 
     if extra: raise DataUnavailable(f'{folder/held} has a class that train lacks: {sorted(extra)[0]}. Remove {folder} to have it made anew')
     return (classes, *([Item(o, number[o.parent.name]) for o in part] for part in found))
 
-# %% ../../nbs/30_vision.sources.ipynb #f31aa18e
+# %% ../../nbs/30_vision.sources.ipynb #b32b32e2
 def load_fetched_set(source, seed=42, offline=False, tell=None):
     "The files of a set of fastai's: unpacked at the first call, downloaded where the archive is not here"
-    folder = cache_dir()/'data'/source.name
-    if not folder.is_dir():
-        url,size,md5 = archive_of(source.url)
-        name,own = url.rsplit('/', 1)[1],cache_dir()/'archive'
-        hint = (f"data='{source.fallback}' works without a download; or put the unpacked set (train and "
-                f"{'val' if 'imagenette' in source.name else 'test'} folders) at {folder}, or the archive at {own/name}")
-        have = next((o for o in _archives(name) if o.is_file() and o.stat().st_size == size), None)
-        if not (have or offline): print(f'Downloading {name} ({size/1e6:.0f} MB) ...', file=sys.stderr, flush=True)
-        archive = fetch(url, have or own/name, size=size, md5_start=md5, offline=offline, hint=hint, tell=tell)
-        unpack(archive, folder)
+    folder = fastai_set(source.url, source.name, f"data='{source.fallback}' works without a download",
+                        f"train and {'val' if 'imagenette' in source.name else 'test'} folders", offline, tell)
     return ImageSet(source, *scan_folders(folder, source.n_classes))
-
-def _archives(name):
-    "Where the archive `name` may lie already: in our cache, or where fastai keeps those that it downloaded"
-    import os
-    home = Path(os.environ.get('FASTAI_HOME', '~/.fastai')).expanduser()
-    return cache_dir()/'archive'/name, home/'archive'/name
 
 # %% ../../nbs/30_vision.sources.ipynb #752e9bde
 _loaders = dict(digits=load_digits_set, photos=load_photos_set)
