@@ -234,6 +234,7 @@ def test_a_fixed_size_can_be_changed(dls):
 
 
 def test_weights_that_cannot_be_had_fail_after_one_try(dls, monkeypatch, tmp_path):
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', False)
     import huggingface_hub
     asked = []
     def look(url, **kwargs): asked.append(url); raise OSError('Name or service not known')
@@ -260,6 +261,7 @@ def test_offline_asks_nobody(dls, monkeypatch, how):
 
 
 def test_a_file_under_the_second_name_is_found(monkeypatch):
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', False)
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
     asked = []
@@ -288,6 +290,7 @@ def test_cached_weights_are_used_frozen_and_normalised_for(dls, monkeypatch, tmp
 
 
 def test_a_hub_model_unreachable_or_cached(monkeypatch, tmp_path, dls):
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', False)
     import huggingface_hub, json
     from safetensors.torch import save_file
     asked = []

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..download import DataUnavailable
 from ..environment import memory_limit
+from ..hub import cached, look_up, short
 from ..recipe import UserError, unknown
 from .packed import packed_call
 
@@ -157,27 +158,17 @@ def pad_with_end(tokenizer # A tokenizer of transformers, changed in place
 _weights = ('model.safetensors', 'model.safetensors.index.json')
 _pickles = ('pytorch_model.bin', 'pytorch_model.bin.index.json', 'tf_model.h5', 'flax_model.msgpack')
 
-def _short(e): return (str(e).strip().splitlines() or [type(e).__name__])[0].rstrip('.')
-
 def _offline(name):
     known = f', or pretrained=False (random weights) for one of {", ".join(hf_configs)}'
     return f"A local folder works offline{', and so does pretrained=False (random weights)' if _known(name) else known}; with a network, one run keeps it in the cache"
 
-def _cached(name, revision, files):
-    from huggingface_hub import try_to_load_from_cache
-    found = (try_to_load_from_cache(name, o, revision=revision) for o in files)
-    return next((o for o in found if isinstance(o, str)), None)
-
 def _look_up(name, revision, files, offline):
     "Fail at once where none of `files` can be had from the hub"
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError
-    if offline or constants.HF_HUB_OFFLINE: raise OSError('offline, and it is not in the cache')
-    for o in files:
-        try: return get_hf_file_metadata(hf_hub_url(name, o, revision=revision), timeout=5)
-        except EntryNotFoundError as e: missing = e
-    if files == _weights: raise OSError('it has no weights in safetensors, and pickled ones may run code')
-    raise missing
+    try: return look_up(name, files, revision, offline)
+    except EntryNotFoundError:
+        if files == _weights: raise OSError('it has no weights in safetensors, and pickled ones may run code') from None
+        raise
 
 # %% ../../nbs/24_text.hf.ipynb #593ab4a5
 def _folder(name, files):
@@ -201,10 +192,10 @@ def find_model(name, # A hub's name or a folder
     name = str(name)
     if name.count('/') > 1 or name.startswith(('.', '~', '/')): raise DataUnavailable(f'cannot get the model {name}: there is no such folder')
     try:
-        if (have := _cached(name, revision, files)) and _cached(name, revision, ['config.json']): return Path(have).parent
+        if (have := cached(name, files, revision)) and cached(name, ['config.json'], revision): return Path(have).parent
         _look_up(name, revision, files, offline)
         return name
-    except Exception as e: raise DataUnavailable(f'cannot get the {"weights" if weights else "config"} of {name}: {_short(e)}. {_offline(name)}') from None
+    except Exception as e: raise DataUnavailable(f'cannot get the {"weights" if weights else "config"} of {name}: {short(e)}. {_offline(name)}') from None
 
 # %% ../../nbs/24_text.hf.ipynb #aa00665c
 def hf_config(name, # A hub's name, a folder, a name of `hf_configs`, or a config
@@ -228,7 +219,7 @@ def hf_config(name, # A hub's name, a folder, a name of `hf_configs`, or a confi
 def _read(cls, where, revision, **kwargs):
     try: return cls.from_pretrained(where, revision=revision if isinstance(where, str) else None, local_files_only=isinstance(where, Path),
                                     trust_remote_code=False, **kwargs)
-    except Exception as e: raise DataUnavailable(f'cannot read the model in {where}: {_short(e)}') from None
+    except Exception as e: raise DataUnavailable(f'cannot read the model in {where}: {short(e)}') from None
 
 # %% ../../nbs/24_text.hf.ipynb #4c8ada56
 auto_classes = { # Task: class of transformers that has its head
