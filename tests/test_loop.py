@@ -273,6 +273,8 @@ def test_losses_of_another_kind_in_mid_fit():
     half = SmoothLoss()
     half.accumulate(SimpleNamespace(loss=torch.tensor(2., dtype=torch.bfloat16)))
     assert half.steps[0].dtype == torch.bfloat16
+    half.accumulate(SimpleNamespace(loss=torch.tensor(2.)))
+    with pytest.raises(RuntimeError, match='dtype'): half.steps  # as fastai's: nothing is cast in silence
 
 
 def test_no_small_tensor_outlives_its_step():
