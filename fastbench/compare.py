@@ -141,11 +141,14 @@ def _good(a, b, paired):
     "The Runs that went well, whether they are pairs, and what was left out"
     duos = _pairs(a, b) if paired is None else list(zip(a, b)) if paired else None
     if paired and len(a) != len(b): raise UserError(f'{len(a)} and {len(b)} Runs are no pairs: give as many of each, or paired=False')
-    if duos: na,nb = (list(o) for o in zip(*[d for d in duos if all(map(_ok, d))])) if any(all(map(_ok, d)) for d in duos) else ([], [])
-    else: na,nb = [o for o in a if _ok(o)],[o for o in b if _ok(o)]
     why = ', '.join(dict.fromkeys(o.status for o in (*a, *b) if not _ok(o)))
-    for name,old,new in (('A', a, na), ('B', b, nb)):
-        if not new: raise UserError(f'{name} has no Run that went well ({why or "empty"}): there is nothing to compare')
+    for name,s in (('A', a), ('B', b)):
+        if not any(map(_ok, s)): raise UserError(f'{name} has no Run that went well ({why}): there is nothing to compare')
+    if duos:
+        duos = [d for d in duos if all(map(_ok, d))]
+        if not duos: raise UserError(f'of no pair both Runs went well ({why}): paired=False compares what is left')
+        na,nb = map(list, zip(*duos))
+    else: na,nb = [o for o in a if _ok(o)],[o for o in b if _ok(o)]
     left = len(a)+len(b)-len(na)-len(nb)
     return na,nb,bool(duos),[f"{left} Run{'s' if left > 1 else ''} left out ({why}" + ('; of a pair both)' if duos else ')')] if left else []
 
