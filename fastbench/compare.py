@@ -110,7 +110,8 @@ def _said(d):
 def run_values(run:Run, # What was measured
     )->dict: # (phase, action) -> dict(kind, value, share): seconds; bytes of memory; samples a second
     "The one value of a run for all that is compared"
-    p = from_dict(run.profile) if run.profile else None
+    try: p = from_dict(run.profile) if run.profile else None
+    except UserError as e: raise UserError(f'the Run {run.path or run.id}: {e}') from None
     res = {('overall', 'fit'): dict(kind='time', value=run.seconds, share=1.)} if run.seconds else {}
     for r in rows(p) if p else ():
         at,value = (r['phase'], r['action']),r['mean'] or r['total']

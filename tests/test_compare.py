@@ -127,6 +127,14 @@ def test_runs_that_did_not_go_well_are_left_out_and_said():
     with pytest.raises(UserError, match=r'B has no Run that went well \(diverged\)'): compare(side(), side(1, status='diverged'))
 
 
+def test_a_broken_profile_is_named():
+    b = side(1)
+    b[2].profile = dict(fit={})
+    with pytest.raises(UserError, match=f'{b[2].id}: this is no profile'): compare(side(), b)
+    for o in b: o.profile = None
+    assert [(r['phase'], r['action']) for r in compare(side(), b).rows] == [('overall', 'fit')]
+
+
 def test_a_run_is_not_compared_with_itself():
     with pytest.raises(UserError, match='stands on both sides'): compare(side(), [*side(1, n=9), make()])
     with pytest.raises(UserError, match='empty'): compare([], side())
