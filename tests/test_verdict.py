@@ -27,20 +27,20 @@ def steps(rng, mean, spread, drift, n=60, phi=.9, noise=.02):
     return mean*np.exp(rng.normal(0, spread) + drift + x)
 
 
-def session(rng, effect=1., spread=.01, pairs=10):
+def session(rng, effect=1., spread=.01, pairs=10, noise=.02, drift=.01):
     "Interleaved random pairs in one session, while the machine drifts: two lists of runs, each an array of steps"
-    walk = np.cumsum(rng.normal(0, .01, 2*pairs))
+    walk = np.cumsum(rng.normal(0, drift, 2*pairs))
     runs = [[], []]
     for i in range(pairs):
         first = rng.integers(2)
-        for at,side in ((2*i, first), (2*i+1, 1-first)): runs[side].append(steps(rng, effect if side else 1., spread, walk[at]))
+        for at,side in ((2*i, first), (2*i+1, 1-first)): runs[side].append(steps(rng, effect if side else 1., spread, walk[at], noise=noise))
     return runs
 
 
-def verdicts(effect, spread, trials=TRIALS, seed=0, **kwargs):
+def verdicts(effect, spread, trials=TRIALS, seed=0, session_args=(), **kwargs):
     rng = np.random.default_rng(seed)
     for _ in range(trials):
-        a,b = session(rng, effect, spread)
+        a,b = session(rng, effect, spread, **dict(session_args))
         yield compare_times([o.mean() for o in a], [o.mean() for o in b], **kwargs)
 
 
@@ -70,7 +70,13 @@ def test_five_percent_is_seen_at_one_percent_of_noise():
         a,b = rng.normal(0, .01, (2, 10))
         seen += compare_times(np.exp(a), 1.05*np.exp(b)).verdict == 'slower'
     assert seen >= .95*TRIALS
-    assert sum(v.verdict == 'slower' for v in verdicts(1.1, .01)) >= .95*TRIALS  # and 10% where drift and steps add theirs
+
+
+def test_five_percent_is_seen_where_drift_and_steps_make_up_the_one_percent():
+    args,rng = dict(noise=.005, drift=.003),np.random.default_rng(10)
+    alone = np.std([np.log(session(rng, 1., .007, 1, **args)[0][0].mean()) for _ in range(1000)])
+    assert .009 < alone < .012
+    assert sum(v.verdict == 'slower' for v in verdicts(1.05, .007, session_args=args)) >= .95*TRIALS
 
 
 def test_five_percent_cannot_be_told_at_sixteen_percent_of_noise():
