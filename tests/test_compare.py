@@ -1,0 +1,273 @@
+"Comparing Runs: what is refused, what the table says, what a gate lets through, what hostile texts become."
+import csv
+import io
+import json
+import math
+import random
+import subprocess
+import sys
+
+import pytest
+
+from fastbench import cli
+from fastbench.compare import NotComparable, compare, differences, load_side, run_values
+from fastbench.download import DataUnavailable
+from fastbench.phases import Profile, to_dict
+from fastbench.recipe import Recipe, UserError
+from fastbench.record import Run
+from fastbench.store import save
+
+ENV = dict(os='Debian', host='aaaa', cpu='EPYC', cores=dict(physical=2, usable=2), python='3.11.7', versions=dict(torch='2.15.0'), variables=dict(OMP_NUM_THREADS='1'),
+           torch=dict(threads=1), git=dict(fastbench=dict(commit='c0ffee', dirty=False)))
+PHASES = dict(forward=.03, backward=.06)
+
+
+def make(i=0, side=0, scale=1., spread=.005, n=30, accuracy=.9, peak=5e8, status='ok', name='digits-xresnet18', phases=PHASES, env=ENV, data=(), precision='fp32', turns=True, **recipe):
+    "A Run of made up steps; pair `i`, of which `side` is one"
+    r,p = random.Random(f'{i}/{side}'),Profile()
+    noise,columns = math.exp(r.gauss(0, spread)),p.steps['train'].columns
+    for j in range(n):
+        row = {k: v*noise*math.exp(r.gauss(0, .02)) for k,v in phases.items()}
+        row['forward'] *= scale
+        row |= dict(step=sum(row.values()), samples=64., warmup=float(j == 0))
+        p.steps['train'].add([row.get(c, 0.) for c in columns])
+    total = sum(p.steps['train']._column(p.steps['train'].fresh, 'step'))
+    p.fit['fit'].add([total])
+    p.peaks.append(dict(host=peak, host_exact=True))
+    at = f'{i:02}{side}0' if turns else f'{side:02}{i:02}'
+    return Run(recipe={**vars(Recipe(name)), **recipe, 'seed': 42+i, 'precision': precision}, id=f'{name}-20260101T00{at}-{side:04x}{i:04x}', seconds=total, profile=to_dict(p), seed=42+i, repeat=i, status=status,
+               metrics=dict(accuracy=accuracy + r.gauss(0, .003)), weights=f'random, seed {42+i}', data=dict(name='digits', version='1', fingerprint='ab', n_train=1438) | dict(data),
+               precision=dict(asked=precision, effective=precision), device=dict(kind='cpu', name='EPYC', memory=1), environment=env)
+
+
+def side(which=0, n=10, **kwargs): return [make(i, which, **kwargs) for i in range(n)]
+
+
+def row(c, *at): return next(r for r in c.rows if (r['phase'], r['action']) == at)
+
+
+# The table
+
+def test_what_is_slower_is_found_in_its_phase():
+    c = compare(side(), side(1, scale=1.15))
+    assert c.paired and row(c, 'train', 'forward')['verdict'] == row(c, 'overall', 'fit')['verdict'] == row(c, 'train', 'step')['verdict'] == 'slower'
+    assert row(c, 'train', 'backward')['verdict'] in ('same', 'unknown') and row(c, 'train', 'forward')['ratio'] == pytest.approx(1.15, abs=.02)
+    assert row(c, 'train', 'samples/s')['verdict'] == 'slower' and row(c, 'train', 'samples/s')['ratio'] == pytest.approx(1/row(c, 'train', 'step')['ratio'])
+    d = compare(side(1, scale=1.15), side())
+    assert row(d, 'train', 'forward')['verdict'] == 'faster' and row(d, 'train', 'forward')['ratio'] == pytest.approx(1/row(c, 'train', 'forward')['ratio'])
+    for r in c.rows: assert r['low'] <= r['ratio'] <= r['high'] and r['robust_low'] <= r['robust'] <= r['robust_high'], r
+
+
+def test_a_run_is_one_value_its_mean_step_without_warm_up():
+    r = make()
+    steps = r.profile['steps']['train']['values']
+    assert run_values(r)['train', 'forward']['value'] == pytest.approx(sum(steps['forward'][1:])/29)
+    assert run_values(r)['overall', 'fit']['value'] == r.seconds and run_values(r)['memory', 'process']['value'] == 5e8 and ('fit', 'fit') not in run_values(r)
+
+
+def test_equal_sides_are_seldom_called_different():
+    wrong = 0
+    for k in range(40):
+        a,b = ([make(100*k+i, s, n=5, spread=.03) for i in range(10)] for s in (0, 1))
+        for o in (*a, *b): o.id = o.id[-13:]  # no time in it: not in pairs
+        c = compare(a, b, threshold=0, on=())
+        assert not c.paired
+        wrong += any(r['verdict'] in ('faster', 'slower') for r in c.rows if r['phase'] == 'train')
+    assert wrong <= 5
+
+
+@pytest.mark.parametrize('change,paired', [(dict(), True), (dict(turns=False), False), (dict(env={**ENV, 'host': 'bbbb'}), False), (dict(n=9), False)])
+def test_pairs_are_runs_that_took_turns_on_one_machine(change, paired):
+    a = side(**({k: v for k,v in change.items() if k == 'turns'}))
+    b = [o for o in side(1, **{k: v for k,v in change.items() if k != 'n'})][:change.get('n', 10)]
+    c = compare(a, b)
+    assert c.paired is paired and c.rows[0]['paired'] is paired
+    random.Random(0).shuffle(a)
+    assert [r['ratio'] for r in compare(a, b).rows] == pytest.approx([r['ratio'] for r in c.rows])
+    if len(a) == len(b): assert compare(a, b, paired=True).paired
+    assert not compare(a, b, paired=False).paired
+
+
+def test_pairs_that_are_none():
+    with pytest.raises(UserError, match='10 and 9 Runs are no pairs'): compare(side(), side(1, n=9), paired=True)
+
+
+def test_memory_and_accuracy():
+    c = compare(side(), side(1, peak=6e8, accuracy=.85, scale=.5))
+    assert row(c, 'memory', 'process')['verdict'] == 'more' and row(c, 'memory', 'process')['why'].startswith('more by')
+    assert c.accuracy['verdict'] == 'worse' and c.accuracy['high'] < 0 and c.faster_but_worse == 'b' and 'FASTER BUT LESS ACCURATE: B' in str(c)
+    assert compare(side(1, accuracy=.85, scale=.5), side()).faster_but_worse == 'a'
+    assert compare(side(), side(1, scale=.5)).faster_but_worse is None
+    assert compare(side(), side(1, accuracy=.85)).faster_but_worse is None  # not faster
+    few = compare(side(n=3), side(1, n=3, accuracy=.5, scale=.5))
+    assert few.accuracy['verdict'] == 'unknown' and few.faster_but_worse is None and 'too few runs to judge' in str(few)
+    a = side()
+    for o in a: o.metrics = {}
+    assert compare(a, side(1)).accuracy is None
+
+
+@pytest.mark.parametrize('n', [1, 4])
+def test_few_runs_have_figures_and_no_verdict(n):
+    c = compare(side(n=n), side(1, n=n, scale=3.))
+    assert {r['verdict'] for r in c.rows} == {'unknown'} and 'no verdicts: they need 5 runs a side' in str(c) and not c.slower_than(0)
+
+
+def test_phases_that_are_missing_or_tiny_are_named():
+    c = compare(side(phases=PHASES | dict(draw=1e-6, loss=.01)), side(1, phases=PHASES | dict(draw=1e-6)))
+    assert 'below 0.1% of the fit: train draw' in str(c) and 'not every Run has it: train loss' in str(c)
+    assert not {'draw', 'loss'} & {r['action'] for r in c.rows}
+
+
+def test_runs_that_did_not_go_well_are_left_out_and_said():
+    b = side(1)
+    b[3] = make(3, 1, status='failed')
+    c = compare(side(), b)
+    assert c.paired and c.rows[0]['n'] == 9 and '2 Runs left out (failed; of a pair both)' in str(c)
+    assert compare(side(), b, paired=False).rows[0]['n_b'] == 9
+    with pytest.raises(UserError, match=r'B has no Run that went well \(diverged\)'): compare(side(), side(1, status='diverged'))
+
+
+def test_a_broken_profile_is_named():
+    b = side(1)
+    b[2].profile = dict(fit={})
+    with pytest.raises(UserError, match=f'{b[2].id}: this is no profile'): compare(side(), b)
+    for o in b: o.profile = None
+    assert [(r['phase'], r['action']) for r in compare(side(), b).rows] == [('overall', 'fit')]
+
+
+def test_a_run_is_not_compared_with_itself():
+    with pytest.raises(UserError, match='stands on both sides'): compare(side(), [*side(1, n=9), make()])
+    with pytest.raises(UserError, match='empty'): compare([], side())
+    with pytest.raises(UserError, match='int is no side'): compare(1, 2)
+
+
+# What is comparable
+
+@pytest.mark.parametrize('change,field', [(dict(lr=.1), 'lr'), (dict(bs=32), 'bs'), (dict(sample=.5), 'sample'), (dict(precision='bf16'), 'precision'), (dict(data=dict(name='photos')), 'data'),
+    (dict(data=dict(version='2')), 'data.version'), (dict(data=dict(fingerprint='cd')), 'data.fingerprint'), (dict(data=dict(n_train=9)), 'data.n_train'), (dict(channels_last=True), 'channels_last'),
+    (dict(env={**ENV, 'variables': {}}), 'variables.OMP_NUM_THREADS'), (dict(env={**ENV, 'torch': dict(threads=2)}), 'torch.threads'), (dict(env={**ENV, 'turbo': 'on'}), 'turbo')])
+def test_other_work_is_refused_named_and_can_be_meant(change, field):
+    with pytest.raises(NotComparable, match=field) as e: compare(side(), side(1, **change))
+    assert [d['field'] for d in e.value.differences] == [field] and '\n' not in str(e.value) and '--anyway' in str(e.value)
+    c = compare(side(), side(1, **change), anyway=True)
+    assert f'NOT COMPARABLE, compared anyway: {field} ' in str(c) and json.loads(c.to_json())['differences'][0]['field'] == field
+    c = compare(side(), side(1, **change), on=[field])
+    assert not c.differences and f'compared on purpose: {field} ' in str(c)
+
+
+@pytest.mark.parametrize('env', [{**ENV, 'host': 'bbbb'}, {**ENV, 'versions': dict(torch='2.16.0')}, {**ENV, 'git': dict(fastbench=dict(commit='beef', dirty=True))},
+                                 {**ENV, 'cores': dict(physical=8, usable=8), 'torch': dict(threads=8)}])
+def test_another_machine_or_version_is_listed(env):
+    c = compare(side(), side(1, env=env))
+    assert not c.differences and c.environment and 'environment, A / B: ' in str(c)
+
+
+def test_a_side_that_mixes_is_no_side():
+    with pytest.raises(NotComparable, match=r'bs 64, 32 / 64'): compare([*side(n=5), *[make(i, 2, bs=32) for i in range(5, 9)]], side(1))
+
+
+def test_names_seeds_and_older_runs_do_not_matter():
+    b = side(1, name='another')
+    for o in b: del o.recipe['bptt']  # a field that an older fastbench did not have
+    assert not compare(side(), b).differences
+    assert 'seeds differ' in str(compare(side(), side(1)[:9])) and 'seeds differ' not in str(compare(side(), side(1)))
+
+
+def test_what_is_meant():
+    with pytest.raises(UserError, match="unknown field 'presicion'; did you mean 'precision'"): compare(side(), side(1), on='presicion')
+    assert 'meant to differ, and equal: precision' in str(compare(side(), side(1), on='precision'))
+    assert not differences(side(), side(1, data=dict(name='photos', version='9', fingerprint='x')), on=['data'])[0]
+
+
+# Formats
+
+EVIL = '<script>alert(1)</script>|\n"\'&${x}$'
+
+
+def test_every_format_and_hostile_texts(monkeypatch):
+    b = side(1, name=EVIL, data=dict(version=EVIL), env={**ENV, 'host': EVIL})
+    for o in b: o.warnings,o.device = [EVIL],dict(name=EVIL)
+    c = compare(side(), b, anyway=True)
+    html,d = c._repr_html_(),json.loads(c.to_json())
+    assert '<script' not in html and '&lt;script' in html
+    want = set('ratio low high verdict detectable n outliers robust why phase action kind a b change'.split())
+    assert all(want <= set(r) for r in d['rows']) and d['rows'] == json.loads(json.dumps(c.rows)) and len(d['runs']) == 20
+    table = list(csv.DictReader(io.StringIO(c.to_csv())))
+    assert [float(r['ratio']) for r in table] == [r['ratio'] for r in c.rows] and want <= set(table[0])
+    assert list(c.frame.ratio) == [r['ratio'] for r in c.rows]
+    body = [o for o in c.to_markdown().splitlines() if o.startswith('| ')]
+    assert len(body) == len(c.rows)+2 and len({o.replace('\\|', '').count('|') for o in body}) == 1
+    monkeypatch.setenv('MPLBACKEND', 'agg')
+    ax = c.plot()
+    ax.figure.savefig(io.BytesIO(), format='svg')
+
+
+# Sides
+
+def test_sides(tmp_path):
+    a,b = tmp_path/'a',tmp_path/'b'
+    for o in side(n=6): save(o, a)
+    for o in side(1, n=6, name='photos'): save(o, b)
+    (a/'cut.json').write_text('{"schema"')
+    c = compare(a, str(b))
+    assert c.paired and len(c.runs) == 12 and 'passed over:' in str(c) and 'cut.json' in str(c)
+    for o in side(1, n=6, name='photos'): save(o, a)
+    assert len(load_side('digits', a)[0]) == 6 and len(load_side('photos', a)[0]) == 6 and len(load_side('last', a)[0]) == 1
+    assert [o.id for o in load_side([make(), str(a/f'{make().id}.json'), make().id], a)[0]] == [make().id]*3
+    for missing in (tmp_path/'nothing', tmp_path/'nothing'/'x.json', tmp_path/'empty'):
+        (tmp_path/'empty').mkdir(exist_ok=True)
+        with pytest.raises(DataUnavailable) as e: load_side(missing, a)
+        assert '\n' not in str(e.value)
+    with pytest.raises(UserError, match='unknown Run'): load_side('nosuch', a)
+
+
+# The command
+
+def fastbench(*args, **kwargs): return subprocess.run([sys.executable, '-m', 'fastbench', *map(str, args)], capture_output=True, text=True, timeout=120, **kwargs)
+
+
+def command(monkeypatch, capsys, *args):
+    monkeypatch.setattr(sys, 'argv', ['fastbench', *map(str, args)])
+    with pytest.raises(SystemExit) as e: cli.main()
+    return (e.value.code or 0, *capsys.readouterr())
+
+
+@pytest.fixture(scope='module')
+def kept(tmp_path_factory):
+    d = tmp_path_factory.mktemp('sides')
+    for name,runs in dict(a=side(), slow=side(1, scale=1.15), same=side(1), bf16=side(1, precision='bf16', scale=.5), noisy=side(1, scale=1.15, spread=.3), few=side(1, n=4, scale=9.)).items():
+        for o in runs: save(o, d/name)
+    return d
+
+
+@pytest.mark.parametrize('b,options,code,why', [('slow', [], 0, ''), ('slow', ['--fail-above', '5%'], 1, 'slower by more than 5%: train forward'), ('slow', ['--fail-above', '.3'], 0, ''), ('same', ['--fail-above', '0%'], 0, ''),
+    ('noisy', ['--fail-above', '1%'], 0, ''), ('few', ['--fail-above', '5%'], 0, 'fewer than 5 runs a side'), ('bf16', [], 3, 'precision fp32 / bf16'), ('bf16', ['--on', 'precision', '--fail-above', '5%'], 0, ''),
+    ('bf16', ['--anyway'], 0, ''), ('bf16', ['--on', 'preci'], 2, 'unknown field'), ('slow', ['--fail-above', 'x'], 2, 'no share'), ('slow', ['--threshold', '-1'], 2, 'no share'), ('nothing/x', [], 4, 'is not there'), ('nosuch', [], 2, 'no Runs in')])
+def test_exit_codes(kept, monkeypatch, capsys, tmp_path, b, options, code, why):
+    monkeypatch.chdir(kept)
+    monkeypatch.setenv('FASTBENCH_OUT', str(tmp_path/'none'))
+    got,out,err = command(monkeypatch, capsys, 'compare', 'a', b, *options)
+    assert got == code and why in err and 'Traceback' not in err and (why or not err), err
+    assert bool(out) == (code < 2)
+    if code > 1: assert err.count('\n') == 1
+
+
+def test_formats_of_the_command(kept, monkeypatch, capsys):
+    monkeypatch.chdir(kept)
+    d = json.loads(command(monkeypatch, capsys, 'compare', 'a', 'slow', '--json')[1])
+    assert d['rows'] == json.loads(json.dumps(compare(kept/'a', kept/'slow').rows)) and d['paired'] is True
+    d = json.loads(command(monkeypatch, capsys, 'compare', 'a', 'bf16', '--json')[1])
+    assert [o['field'] for o in d['differences']] == ['precision']
+    assert '| overall | fit |' in command(monkeypatch, capsys, 'compare', 'a', 'slow', '--markdown')[1]
+    assert 'not in pairs' in command(monkeypatch, capsys, 'compare', 'a', 'slow', '--not-paired')[1]
+    assert 'beyond 20%' in command(monkeypatch, capsys, 'compare', 'a', 'slow', '--threshold', '20%')[1]
+
+
+def test_for_real_in_a_process_of_its_own(kept):
+    got = fastbench('compare', kept/'a', kept/'slow', '--fail-above', '5%')
+    assert got.returncode == 1 and 'train' in got.stdout and 'slower by more than 5%' in got.stderr
+    assert fastbench('compare', kept/'a', kept/'bf16').returncode == 3
+    code = ("import sys; sys.argv = ['fastbench', 'compare', *sys.argv[1:]]\nfrom fastbench.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+            "print([o for o in 'torch fastai transformers scipy numpy pandas matplotlib'.split() if o in sys.modules])")
+    out = subprocess.run([sys.executable, '-c', code, kept/'a', kept/'slow'], capture_output=True, text=True).stdout
+    assert out.splitlines()[-1] == '[]'
