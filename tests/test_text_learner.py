@@ -1,7 +1,6 @@
 "hf_learner with everything a Learner can have, and what can go wrong with data, folders and labels"
-import json, os, random, subprocess, sys, warnings
+import json, random, subprocess, sys, warnings
 
-os.environ['HF_HUB_OFFLINE'] = '1'
 import fastai.callback.schedule
 import pandas as pd
 import pytest
@@ -18,6 +17,8 @@ from fastbench.text.data import HFTextBlock, hf_dls
 from fastbench.text.hf import hf_model
 from fastbench.text.learner import HFLearner, hf_learner, load_hf_learner
 from fastbench.text.loader import TextDataset, TextDL
+
+pytestmark = pytest.mark.usefixtures('no_hub')
 
 WORDS = [f'{a}{b}' for a in 'bdfgklmn' for b in 'aeiou']
 

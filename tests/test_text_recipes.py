@@ -6,7 +6,7 @@ import torch
 
 from fastbench.ladder import Climb, ladder_recipes
 from fastbench.learner import bench_learner
-from fastbench.recipe import UserError, get_ladder, get_recipe, recipes, suites
+from fastbench.recipe import UserError, get_ladder, recipes, suites
 from fastbench.run import run_recipe
 
 SMALL = dict(device='cpu', offline=True)

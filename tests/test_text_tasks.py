@@ -1,7 +1,6 @@
 "Tags of words, language models, question answering, summaries: collating, faults, agreement with others' counts"
-import math, os, random, warnings
+import math, random
 
-os.environ['HF_HUB_OFFLINE'] = '1'
 import fastai.callback.schedule
 import pytest
 import torch
@@ -14,6 +13,8 @@ from fastbench.text.qa import QuestionAnswering, answer_scores, best_span, qa_ex
 from fastbench.text.seq2seq import Seq2Seq, Summarization
 from fastbench.text.task import find_task, task_dls, tasks
 from fastbench.text.tokens import TokenClassification, entities
+
+pytestmark = pytest.mark.usefixtures('no_hub')
 
 WORDS = [f'{a}{b}' for a in 'bdfgklmn' for b in 'aeiou']
 
