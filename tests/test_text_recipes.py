@@ -86,5 +86,5 @@ def test_one_line_for_what_cannot_be(name, kw, says):
 
 
 def test_the_largest_batch_of_texts():
-    learn = bench_learner('docstrings-distilbert', **TINY, bs='largest', memory='2GB')
+    learn = bench_learner('docstrings-distilbert', **TINY, bs='largest', memory='8GB')
     assert learn.recipe.bs == learn.largest['bs'] >= 1
