@@ -11,6 +11,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pandas as pd
+import torch
 from fastai.callback.tracker import SaveModelCallback
 from fastai.data.core import DataLoaders
 
@@ -19,6 +20,7 @@ from ..recipe import Recipe, UserError
 from .data import hf_dls
 from .hf import hf_config
 from .learner import hf_learner
+from .loader import TextDataset
 from .rnn import lm_dls, rnn_learner
 from .sources import families, load_text_source, source_tokenizer
 from .tokenize import BatchTokenizer, find_tokenizer
@@ -59,21 +61,12 @@ def recipe_dls(r:Recipe, # Data, loader and lengths
     dls = hf_dls(frame(ts.train), bt, bs=bs, loader='random' if r.loader == 'padded' else r.loader, max_tokens=r.max_tokens, seed=r.seed, valid=frame(ts.valid),
                  workers=r.workers, device=device)
     if ts.test is not None:
-        f = frame(ts.test)
         like = dls.valid.dataset
-        test = dls.valid.new(type(like)(f.text.tolist(), _codes(f.label), like.vocab, like.name if hasattr(like, 'name') else 'text', like.cols))
-        dls = _with(dls, test)
+        test = dls.valid.new(TextDataset(ts.test.texts, torch.tensor(ts.test.labels), like.vocab, cols=like.cols))
+        info,dls = dls.info,DataLoaders(*dls.loaders, test)
+        dls.info = info
     dls.info = ts.info | dls.info | dict(loader=r.loader, test=ts.test is not None, fallback_weights=why)
     return dls
-
-def _codes(col):
-    import torch
-    return torch.tensor(col.cat.codes.to_numpy('int64'))
-
-def _with(dls, test):
-    res = DataLoaders(*dls.loaders, test)
-    res.info = dls.info
-    return res
 
 # %% ../../nbs/27_text.recipes.ipynb #8d4cffb2
 _attn = dict(own=None, weights='fastbench', values='fastbench_values')

@@ -20,7 +20,6 @@ from ..recipe import UserError
 # %% ../../nbs/21_text.tokenize.ipynb #fb3acdd1
 _files = ('tokenizer.json', 'tokenizer_config.json', 'vocab.txt', 'vocab.json', 'spiece.model', 'tokenizer.model')
 
-
 def _missing(name, why):
     return DataUnavailable(f'cannot get the tokenizer of {name}: {why}. A local folder or a tokenizer works offline, and so does '
                            "one trained on the texts: fastbench.text.sources.train_tokenizer; with a network, one run keeps it in the cache")
@@ -147,7 +146,7 @@ def pad(self:BatchTokenizer, encoded # What `encode` gave
 # %% ../../nbs/21_text.tokenize.ipynb #477ab349
 @patch
 def pack(self:BatchTokenizer, encoded # What `encode` gave
-    )->dict: # `input_ids`, `position_ids` and other keys of (1, tokens), `cu_seq_lens` of (texts + 1), `max_length`
+    )->dict: # `input_ids`, `position_ids` and other keys of (1, tokens), `cu_seq_lens` of (texts + 1)
     "A packed batch"
     n = np.array([len(o['input_ids']) for o in encoded])
     res = {k: torch.from_numpy(np.concatenate([o[k] for o in encoded]).astype(np.int64))[None] for k in encoded[0]}
