@@ -308,8 +308,9 @@ def test_the_fork_server_may_die_between_runs(tmp_path):
     if not pid: pytest.skip('no fork server here')
     os.kill(pid, signal.SIGKILL)
     assert gone(pid)
+    t = threading.Timer(.5, os.kill, (os.getpid(), signal.SIGINT))
     with pytest.raises((Interrupted, CannotStart)):
-        t = threading.Timer(.5, os.kill, (os.getpid(), signal.SIGINT))
         t.start()
-        launch(SMALL, tmp_path, device='cpu')
+        try: launch(SMALL, tmp_path, device='cpu')
+        finally: t.cancel()  # or the signal would end a later test
     assert not forkserver._forkserver._forkserver_pid or gone(forkserver._forkserver._forkserver_pid)
