@@ -11,7 +11,7 @@ __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile',
            'augmented', 'vision_dls', 'timm_learner', 'xresnet_learner', 'torchvision_learner', 'small_learner',
            'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner', 'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner',
            'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter', 'layer_decay', 'layer_groups',
-           'task_dls', 'compare', 'compare_times']
+           'task_dls', 'ab', 'compare', 'compare_times']
 
 # %% ../nbs/60_all.ipynb #9a69330d
 from .callback.amp import MixedPrecision
@@ -24,6 +24,7 @@ from .callback.limit import FirstBatches
 from .callback.profiler import Profiler
 from .callback.target import TimeToAccuracy
 from .callback.tta import FlipTTA
+from .ab import ab
 from .compare import compare
 from .ladder import Climb, ladder
 from .learner import bench_learner
@@ -56,4 +57,4 @@ _all_ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile', '
          'register_ladder', 'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs', 'save', 'Table', 'BenchLearner', 'augmented',
          'vision_dls', 'timm_learner', 'xresnet_learner', 'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner',
          'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter', 'layer_decay',
-         'layer_groups', 'task_dls', 'compare', 'compare_times']
+         'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times']
