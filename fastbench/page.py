@@ -54,6 +54,7 @@ def _cell(v):
     if v is None: return ''
     if isinstance(v, (int, float)): return v
     text = clean(v)
+    if re.fullmatch(r'[-+]?\d+(\.\d+)?(e[-+]?\d+)?', text, re.I): return text
     return f"'{text}" if text.lstrip()[:1] in ('=', '+', '-', '@') or text[:1] in ('\t', '\n') else text
 
 def csv_text(head, # Names of the columns
