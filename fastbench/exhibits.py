@@ -148,7 +148,7 @@ def _lines(have, phase, colours, points=500):
     for s in have:
         n,stride = len(steps_of(s.profile, phase)['at']),s.profile.steps[phase].stride
         more = (f'; drawn are the fastest and the slowest of each {-(-2*n//points)}' if n > points else '') + (f'; the Run kept one in {stride}' if stride > 1 else '')
-        yield _picture(lambda ax: plot_timeline(s.profile, phase, ax, series(colours[s.side]), points, shared), 2.1, f't{phase}{s.mark}', f'Time line of {s.mark}: {_told(s, phase)}', tag('span', s.mark, cls='mark'), f'  {_told(s, phase)}{more}')
+        yield _picture(lambda ax: plot_timeline(s.profile, phase, ax, series(colours[s.side]), points, shared), 2.1, f't{phase}{s.mark}', f'Time line of {s.mark}: {_told(s, phase)}', tag('span', s.mark, cls='mark'), f"  {', '.join(_told(s, phase).split(', ')[:2])}{more}")
 
 def step_by_step(sides:list, # `Side`s
                  most:int=12, # Time lines

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from . import __version__
 from .charts import metric_of
-from .compare import Compared, NotComparable, differences, load_side, work
+from .compare import Compared
 from .exhibits import Side, card, ends, raw_data, runs_table, step_by_step, times, what_ran, where_time_goes
 from .page import drawn, file_name, own, page, short, table, tag
 from .raw import seen
 from .recipe import UserError
 from .record import STATUSES
+from .sides import NotComparable, differences, load_side, work
 from .store import FOLDER, write_whole
 
 # %% ../nbs/47_report.ipynb #b1dfc1a2
