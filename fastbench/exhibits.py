@@ -226,7 +226,7 @@ def raw_data(sides:list, # `Side`s
     links = [(download(runs_csv(alls), f'{name}-runs.csv'), f" {times(len(alls), 'Run')}: every field, means of phases, peak memory"), (download(epochs_csv(alls), f'{name}-epochs.csv'), ' losses and metrics of every epoch'),
              (download(steps, f'{name}-steps.csv'), all_steps)]
     same,other = common([s.run for s in alls])
-    parts = [tag('ul', *[tag('li', *o) for o in links]), fold(f"Every field{' that is the same in all Runs' if len(alls) > 1 else ''} ({len(same)})", tag('dl', *[x for k,v in same.items() for x in (tag('dt', own(short(k, 100))), tag('dd', own(_cut(v))))]))]
-    if other: parts.append(fold(f'Fields in which the Runs differ ({len(other)})', table(['field', *(s.mark for s in alls)], [[own(short(k, 100)), *('' if v is None else own(_cut(v)) for v in vs)] for k,vs in other.items()], 1+len(alls),
-                                                                                 'Fields in which the Runs differ', wrap=range(1, 1+len(alls)))))
+    parts = [tag('ul', *[tag('li', *o) for o in links]), fold(f"Every field{' that is the same in all Runs' if len(alls) > 1 else ''} ({len(same)})", tag('dl', *[x for k,v in same.items() for x in (tag('dt', own(_cut(k, 600))), tag('dd', own(_cut(v))))]))]
+    if other: parts.append(fold(f'Fields in which the Runs differ ({len(other)})', table(['field', *(s.mark for s in alls)], [[own(_cut(k, 600)), *('' if v is None else own(_cut(v)) for v in vs)] for k,vs in other.items()], 1+len(alls),
+                                                                                 'Fields in which the Runs differ', wrap=range(1+len(alls)))))
     return parts

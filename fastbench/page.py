@@ -193,7 +193,7 @@ li{margin:.25rem 0;white-space:pre-wrap}
 figure{margin:.5rem 0}
 svg{display:block;width:100%;height:auto;max-width:30rem;font-family:inherit;stroke-linejoin:round;stroke-linecap:butt;overflow:visible}
 figcaption{margin-top:.25rem;max-width:30rem}
-dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:.1rem .9rem;margin:.4rem 0;font-size:.875rem;font-variant-numeric:tabular-nums}
+dl{display:grid;grid-template-columns:fit-content(45%) minmax(0,1fr);gap:.1rem .9rem;margin:.4rem 0;font-size:.875rem;font-variant-numeric:tabular-nums}
 dt{color:var(--muted)}dd{margin:0;white-space:pre-wrap}
 .small{grid-template-columns:repeat(auto-fill,minmax(min(100%,20rem),1fr))}
 .card{border-top:1px solid var(--muted);padding-top:.6rem}

@@ -118,20 +118,24 @@ class Report:
     def save(self, path # A file; an older report is replaced, anything else is not
         )->Path: # The file
         "Write the page"
-        path = Path(path)
-        try:
-            if path.exists() and not _ours(path): raise UserError(f'{path} is there and is no report of fastbench: name another file, or remove it')
-            write_whole(path, self.html)
+        path = _free(path)
+        try: write_whole(path, self.html)
         except OSError as e: raise UserError(f'no report at {path}: {e.strerror}. Name another file, or see to permissions and space') from None
         return path
 
     def _repr_html_(self): return f'<iframe srcdoc="{escape(self.html)}" sandbox="allow-downloads" title="{escape(short(self.title))}" width="100%" height="700" style="border:0;border-radius:4px"></iframe>'
     def __repr__(self): return f"Report of {times(len(self.runs), 'Run')}, {times(len(self.sides), 'side')}, {len(self.html)/2**10:,.0f} KiB"
 
-def _ours(path):
-    if not path.is_file(): return False
-    with open(path, encoding='utf-8', errors='replace') as f: start = f.read(2000)
-    return not start or 'name="generator" content="fastbench' in start
+def _free(path):
+    "`path`, if a page may go there"
+    path = Path(path)
+    try:
+        if path.is_dir(): raise UserError(f'{path} is a folder: name a file in it')
+        if not path.exists(): return path
+        with open(path, encoding='utf-8', errors='replace') as f: start = f.read(2000)
+    except OSError as e: raise UserError(f'no report at {path}: {e.strerror}. Name another file, or see to permissions') from None
+    if start and 'name="generator" content="fastbench' not in start: raise UserError(f'{path} is there and is no report of fastbench: name another file, or remove it')
+    return path
 
 # %% ../nbs/47_report.ipynb #09ff7a15
 def report(*runs, # `Run`s, folders, files, ids, beginnings of ids; or lists of these
@@ -146,6 +150,7 @@ def report(*runs, # `Run`s, folders, files, ids, beginnings of ids; or lists of 
     )->Report: # html, save; shows itself in a notebook
     "One page about Runs"
     if not runs: raise UserError('there is nothing to report: give Runs, a folder, a file or an id')
+    if out is not None: _free(out)  # before the work, not after it
     (given,notes),(base,more) = load_side(list(runs), folder),load_side(against, folder) if against is not None else ([], [])
     def once(rs): return list({r.id: r for r in rs}.values())
     given,base = once(given),once(base)
