@@ -32,7 +32,7 @@ from .optimizer import foreach_adam, foreach_adamw, foreach_sgd, fused_adam, fus
 from .recipe import Ladder, Recipe, Rung, UserError, but, get_ladder, get_recipe, ladders, recipes, register, register_ladder, register_suite, suites
 from .record import Run
 from .run import run_recipe
-from .store import find, load, runs, save
+from .store import find, load, save
 from .table import Table
 from .text.data import HFTextBlock, hf_dls
 from .text.learner import hf_learner, load_hf_learner

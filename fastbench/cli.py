@@ -16,7 +16,7 @@ import typer
 
 from . import __version__
 from .recipe import UserError, but, expand, get_recipe, ladders, published, recipes, suites
-from .store import FOLDER, NotKept, check_folder, files, find, load, runs
+from .store import FOLDER, NotKept, check_folder, files, find, load, load_all
 
 # %% ../nbs/50_cli.ipynb #2be75ac8
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=dict(help_option_names=['-h', '--help']),
@@ -214,7 +214,7 @@ def list_(what:Annotated[Kind, typer.Argument(help='What to list.')]=Kind.all, o
           n:Annotated[Optional[int], typer.Option('--last', '-n', min=1, help='How many Runs, newest last.', show_default='20; with --json all')]=None):
     "List suites, recipes and the Runs that are kept."
     def wanted(o): return what in (Kind.all, o)
-    found,bad = runs(out, n or (None if as_json else 20)) if wanted(Kind.runs) else ([], [])
+    found,bad = load_all(out, n or (None if as_json else 20)) if wanted(Kind.runs) else ([], [])
     for o in bad: print(f'passed over: {o}', file=sys.stderr)
     if as_json:
         d = dict(suites=suites(), recipes={k: asdict(v) for k,v in recipes().items()}, runs=[_summary(o) for o in found])

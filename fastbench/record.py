@@ -69,11 +69,12 @@ class Run:
 _floats = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 _numbers = ('seconds', 'epochs', 'metrics', 'profile')  # fields in which such a text is a number
 
-def _text(o): return str(o).encode('utf-8', 'backslashreplace').decode()
+def _text(o): return o if type(o) is str and o.isascii() else str(o).encode('utf-8', 'backslashreplace').decode()
 
 def plain(o # Dicts, lists, numbers, texts; anything
     ): # The same, as every reader of JSON can read it
     "Only what JSON has"
+    if type(o) is str: return _text(o)
     if o is None or isinstance(o, (bool, int)): return o
     if isinstance(o, float): return float(o) if math.isfinite(o) else 'NaN' if math.isnan(o) else 'Infinity' if o > 0 else '-Infinity'
     if isinstance(o, dict): return {_text(k): plain(v) for k,v in o.items()}
@@ -82,6 +83,7 @@ def plain(o # Dicts, lists, numbers, texts; anything
     return plain(o.tolist())  # NumPy's and torch's
 
 def _unplain(o):
+    if type(o) is float: return o
     if isinstance(o, str): return _floats.get(o, o)
     if isinstance(o, dict): return {k: _unplain(v) for k,v in o.items()}
     return [_unplain(v) for v in o] if isinstance(o, list) else o
@@ -149,8 +151,11 @@ def _checked(d, name):
 
 def _run_of(d, name):
     d = _checked(d, name)
-    try: return Run(**{k: v for k,v in d.items() if k in _kinds}, extra={k: v for k,v in d.items() if k not in _kinds and k != 'pace'})
+    own = {k: v for k,v in d.items() if k in _kinds}
+    try: run = Run(**own | dict(recipe=dict(name=d['recipe'].get('name', 'run'))), extra={k: v for k,v in d.items() if k not in _kinds and k != 'pace'})
     except UserError as e: raise UserError(f'{name}: {e}') from None
+    run.recipe = d['recipe']  # came from JSON: nothing in it to be made plain
+    return run
 
 def from_json(text:str, # What `to_json` wrote
               name:str='this text', # What to call it in an error: the file
@@ -161,23 +166,16 @@ def from_json(text:str, # What `to_json` wrote
     return _run_of(d, name)
 
 # %% ../nbs/39_record.ipynb #76653359
-_between = re.compile(r'[\s,:]*')
-_decode = json.JSONDecoder().raw_decode
 _before = set(_kinds) - {'profile'} | {'pace'}
 
 def from_head(text:str, # The beginning of what `to_json` wrote
               name:str='this text', # What to call it in an error
     )->Run|None: # Without its profile; None where `text` is too short or the profile is not what comes last
     "A Run without its raw values, from the beginning of its file"
-    d,at = {},1
-    if text[:1] != '{': return None
-    try:
-        while True:
-            k,at = _decode(text, _between.match(text, at).end())
-            if k == 'profile': break
-            d[k],at = _decode(text, _between.match(text, at).end())
-    except (ValueError, RecursionError, TypeError): return None
-    if not _before <= set(d) or d['schema'] != SCHEMA or not isinstance(d['pace'], dict): return None
+    end = text.find(', "profile": ')
+    try: d = json.loads(f'{text[:end]}}}') if end > 0 else {}
+    except (ValueError, RecursionError): return None
+    if not _before <= d.keys() or d['schema'] != SCHEMA or not isinstance(d['pace'], dict): return None
     run = _run_of(d, name)
     run._pace = {k: v for k,v in d['pace'].items() if type(v) in (int, float)}
     return run
