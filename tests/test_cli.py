@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from fastbench import cli, launch as launch_module
+from fastbench import __version__, cli, launch as launch_module
 from fastbench.download import DataUnavailable
 from fastbench.recipe import get_recipe, suites
 from fastbench.record import Run
@@ -255,7 +255,7 @@ def test_completion(kept):
 def test_the_script_is_the_module():
     a = fastbench('--version')
     b = subprocess.run([os.path.join(os.path.dirname(sys.executable), 'fastbench'), '--version'], capture_output=True, text=True)
-    assert a.stdout == b.stdout == f'fastbench {cli.__version__}\n'
+    assert a.stdout == b.stdout == f'fastbench {__version__}\n'
 
 
 def test_ctrl_c_before_anything(monkeypatch, capsys):
