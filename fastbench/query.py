@@ -6,7 +6,8 @@
 __all__ = ['COLUMNS', 'STEP_COLUMNS', 'moment', 'select', 'row', 'runs', 'steps', 'export']
 
 # %% ../nbs/42_query.ipynb #3168a9d3
-import os, re, warnings
+import gc, os, re, warnings
+from contextlib import contextmanager
 from datetime import date, datetime, time, timedelta, timezone
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -73,13 +74,23 @@ def select(folder=FOLDER, # Where Runs are kept
     "The Runs that are wanted, newest files first until there are `last`"
     if last is not None and (type(last) is not int or last < 1): raise UserError(f'last={last!r} cannot be: a whole number, 1 or more')
     good,bad,fits = [],[],_test(recipe, data, device, precision, commit, since, until, status)
-    for o in reversed(files(folder)):
-        try: r = load(o, profile=False)
-        except UserError as e: bad.append(str(e))
-        else:
-            if fits(r): good.append(keep(r))
-            if len(good) == last: break
+    with _no_gc():
+        for o in reversed(files(folder)):
+            try: r = load(o, profile=False)
+            except UserError as e: bad.append(str(e))
+            else:
+                if fits(r): good.append(keep(r))
+                if len(good) == last: break
     return good[::-1],bad[::-1]
+
+@contextmanager
+def _no_gc():
+    "Thousands of dicts without a cycle among them, which the collector would go through again and again: half of the time"
+    on = gc.isenabled()
+    gc.disable()
+    try: yield
+    finally:
+        if on: gc.enable()
 
 # %% ../nbs/42_query.ipynb #0a71b393
 _kinds = dict(started='datetime64[us, UTC]', seconds=float, step=float, samples_per_second=float, accuracy=float, train_loss=float, valid_loss=float, epochs='Int64', bs='Int64',
