@@ -15,7 +15,7 @@ from fastbench.launch import Interrupted
 from fastbench.recipe import UserError, get_recipe
 from fastbench.record import Run
 from fastbench.sides import NotComparable
-from fastbench.store import load, runs, save
+from fastbench.store import load, load_all, save
 from fastbench.verdict import compare_times
 
 R = get_recipe('digits-xresnet18')
@@ -152,7 +152,7 @@ def test_a_failed_run_ends_it_and_is_named(tmp_path):
     m = Machine(change=lambda i: dict(status='failed', error='RuntimeError: out of memory') if i == 6 else {})
     t = m.trial(tmp_path)
     with pytest.raises(RunFailed, match=r'pair 3: the run of [AB] failed \(RuntimeError: out of memory\); its Run is kept as') as e: finish(t)
-    assert load(e.value.path).status == 'failed' and len(t.a) == len(t.b) == 2 and len(runs(tmp_path)[0]) == 6 and len(t.result().a) == 2
+    assert load(e.value.path).status == 'failed' and len(t.a) == len(t.b) == 2 and len(load_all(tmp_path)[0]) == 6 and len(t.result().a) == 2
 
 
 @pytest.mark.parametrize('kwargs,said', [(dict(), 'A and B are the same'), (dict(python=['a', 'b', 'c']), '3 Pythons'), (dict(python='nowhere'), 'no Python there'), (dict(bs=32, pairs=0), 'pairs=0'),
