@@ -13,7 +13,7 @@ from pathlib import Path
 from .phases import from_dict, rows
 from .recipe import Recipe, UserError, unknown
 from .record import Run
-from .store import FOLDER, files, find, load, runs
+from .store import FOLDER, files, find, load, load_all
 
 # %% ../nbs/45_sides.ipynb #cf1e4d68
 def load_side(what, # A `Run`, a folder, a file, an id, the beginning of ids; or a list of these
@@ -33,7 +33,7 @@ def load_side(what, # A `Run`, a folder, a file, an id, the beginning of ids; or
     return [load(o) for o in hits] if hits and str(what) else [find(str(what), folder)],[]
 
 def _in_folder(path):
-    good,bad = runs(path)
+    good,bad = load_all(path)
     if not good: _missing(f'{path} holds no Run' + (f' that can be read: {bad[0]}' if bad else ': is it the folder that `fastbench run --out` wrote to?'))
     return good,[f'passed over: {o}' for o in bad]
 

@@ -14,7 +14,7 @@ from fastbench import __version__, cli, launch as launch_module
 from fastbench.download import DataUnavailable
 from fastbench.recipe import get_recipe, suites
 from fastbench.record import Run
-from fastbench.store import load, runs, save
+from fastbench.store import load, load_all, save
 
 LIMIT = 120  # seconds; only against hanging
 
@@ -54,7 +54,7 @@ def test_options_become_the_recipe(launched, monkeypatch, capsys, tmp_path):
                       '--workers 1 --seed 9 --offline'.split(), '--out', tmp_path)
     want = get_recipe('digits-xresnet18', precision='bf16', bs=7, epochs=3, batches=5, data='auto:digits', workers=1, seed=9)
     assert code == 0 and launched == [(want, dict(repeat=i, device='cuda:1', offline=True)) for i in range(2)]
-    assert [o.seed for o in runs(tmp_path)[0]] == [9, 10]
+    assert [o.seed for o in load_all(tmp_path)[0]] == [9, 10]
 
 
 def test_quick_is_the_default_and_suites_are_recipes(launched, monkeypatch, capsys, tmp_path):
@@ -70,7 +70,7 @@ def test_runs_are_kept_here_unless_told(launched, monkeypatch, capsys, tmp_path)
     assert 'kept in fastbench-runs' in command(monkeypatch, capsys, 'run', 'digits-xresnet18')[1]
     monkeypatch.setenv('FASTBENCH_OUT', 'there')
     command(monkeypatch, capsys, 'run', 'digits-xresnet18')
-    assert len(runs('fastbench-runs')[0]) == len(runs('there')[0]) == 1
+    assert len(load_all('fastbench-runs')[0]) == len(load_all('there')[0]) == 1
 
 
 # Answers out
@@ -78,7 +78,7 @@ def test_runs_are_kept_here_unless_told(launched, monkeypatch, capsys, tmp_path)
 def test_lines_when_piped_and_the_end(launched, monkeypatch, capsys, tmp_path):
     code,out,err = command(monkeypatch, capsys, 'run', 'digits-xresnet18', '--out', tmp_path, '--repeats', 2)
     assert err == 'digits-xresnet18 1/2\n  epoch 1/1: valid_loss 0.5\ndigits-xresnet18 2/2\n  epoch 1/1: valid_loss 0.5\n'
-    assert code == 0 and 'accuracy 0.9' in out and all(f'kept in {o.path}' in out for o in runs(tmp_path)[0])
+    assert code == 0 and 'accuracy 0.9' in out and all(f'kept in {o.path}' in out for o in load_all(tmp_path)[0])
 
 
 def test_json_alone_on_stdout(launched, monkeypatch, capsys, tmp_path):
@@ -139,7 +139,7 @@ def test_one_that_cannot_be_run_does_not_stop_the_others(launched, monkeypatch, 
         return good(r, **kwargs)
     launched.outcome = outcome
     code,out,err = command(monkeypatch, capsys, 'run', 'quick', '--repeats', 3, '--out', tmp_path)
-    assert code == 4 and len(runs(tmp_path)[0]) == 6 and len(launched) == 7 and err.count('fastbench: digits cannot be had') == 1
+    assert code == 4 and len(load_all(tmp_path)[0]) == 6 and len(launched) == 7 and err.count('fastbench: digits cannot be had') == 1
 
 
 @pytest.mark.parametrize('kind,code', [('UserError', 2), ('NotKept', 4), ('CannotStart', 4)])
@@ -160,7 +160,7 @@ def test_after_a_signal_nothing_more_is_run_and_what_is_kept_is_said(launched, m
         return good(r, **kwargs)
     launched.outcome = outcome
     got,out,err = command(monkeypatch, capsys, 'run', 'quick', '--repeats', 9, '--out', tmp_path)
-    first, = runs(tmp_path)[0]
+    first, = load_all(tmp_path)[0]
     assert got == code and len(launched) == 2 and first.path in err and f'kept in {first.path}' in out
     assert (str(path) in err) == (str(path) in out) == (code == 130 and 'Interrupted' in repr(error(0)))
 
@@ -207,7 +207,7 @@ def test_list(kept, monkeypatch, capsys):
 
 
 def test_show(kept, monkeypatch, capsys):
-    a,b,c = runs(kept)[0]
+    a,b,c = load_all(kept)[0]
     for name,run in ((a.id, a), (b.path, b), ('last', c), (c.id[:-3], c)):
         d = json.loads(command(monkeypatch, capsys, 'show', name, '--json', '--out', kept)[1])
         assert (d['id'], d['seed'], d['path']) == (run.id, run.seed, run.path) and d['rows'] == []
@@ -295,7 +295,7 @@ def test_ctrl_c_in_a_terminal(tmp_path):
         os.write(main, b'\x03')
     seen = read_all(main, b', train ', press)
     out = p.communicate(timeout=LIMIT)[0]
-    run, = runs(tmp_path)[0]
+    run, = load_all(tmp_path)[0]
     assert p.returncode == 130 and run.status == 'interrupted' and run.profile['steps']['train']['n'] > 0 and 'Traceback' not in seen
     assert run.path in seen.replace('\r\n', '') and 'interrupted: stopped by its user' in out and f'kept in {run.path}' in out
     assert below and not psutil.wait_procs(below, timeout=LIMIT)[1]

@@ -16,7 +16,7 @@ from fastbench import launch as module
 from fastbench.download import DataUnavailable
 from fastbench.launch import CannotStart, Interrupted, launch
 from fastbench.recipe import UserError, get_recipe
-from fastbench.store import NotKept, load, runs
+from fastbench.store import NotKept, load, load_all
 
 pytestmark = pytest.mark.skipif(os.name != 'posix', reason='signals of POSIX')
 SMALL = get_recipe('digits-xresnet18', epochs=1, batches=2, workers=0, bs=32, size=8, sample=.2)
@@ -127,7 +127,7 @@ def test_mistakes_come_back_as_what_they_are(tmp_path, monkeypatch, capfd):
     with pytest.raises(UserError, match='unknown recipe'): launch('nosuch', tmp_path/'runs')
     (tmp_path/'file').write_text('')
     with pytest.raises(UserError, match='is a file'): launch(SMALL, tmp_path/'file')
-    assert runs(tmp_path/'runs') == ([], []) and 'Traceback' not in capfd.readouterr().err
+    assert load_all(tmp_path/'runs') == ([], []) and 'Traceback' not in capfd.readouterr().err
 
 
 def test_a_run_that_cannot_be_written_says_where_it_is(tmp_path):
@@ -277,7 +277,7 @@ def test_kill_9_of_the_parent_leaves_no_orphan(tmp_path):
     p.kill()
     p.communicate(timeout=LIMIT)
     assert len(below) >= 2 and not psutil.wait_procs(below, timeout=LIMIT)[1]
-    run, = runs(tmp_path/'runs')[0]
+    run, = load_all(tmp_path/'runs')[0]
     assert run.status == 'interrupted' and run.profile['steps']['train']['n'] > 0
     assert not (tmp_path/'here'/'mark').exists() or sys.version_info < (3, 11)
 

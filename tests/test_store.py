@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from fastbench import store
 from fastbench.recipe import UserError
 from fastbench.record import STATUSES, Run, from_json, new_id, plain, when
-from fastbench.store import NotKept, check_folder, files, find, load, runs, save, write_whole
+from fastbench.store import NotKept, check_folder, files, find, load, load_all, save, write_whole
 
 
 def make(**kwargs): return Run(**{'recipe': dict(name='digits-xresnet18', bs=64), **kwargs})
@@ -104,7 +104,7 @@ def test_what_is_corrupt_is_named_and_passed_over(tmp_path):
     for k,v in bad.items(): (tmp_path/f'{k}.json').write_bytes(v)
     (tmp_path/'folder.json').mkdir()
     (tmp_path/'notes.txt').write_text('x')
-    read,errors = runs(tmp_path)
+    read,errors = load_all(tmp_path)
     assert {o.path for o in read} == set(map(str, good)) and len(errors) == 7
     for k in (*bad, 'folder'): assert sum(f'{k}.json' in o for o in errors) == 1, k
     assert not any('\n' in o for o in errors)
@@ -120,7 +120,7 @@ def test_find(tmp_path):
     time.sleep(.002)  # an id knows the millisecond
     c = save(make(recipe=dict(name='digits')), tmp_path)
     with pytest.raises(UserError, match='beginning of 2 Runs'): find('digits', tmp_path)
-    assert [o.id for o in runs(tmp_path, 1)[0]] == [c.stem]
+    assert [o.id for o in load_all(tmp_path, 1)[0]] == [c.stem]
 
 
 def test_a_folder_that_is_none(tmp_path):
@@ -151,7 +151,7 @@ def test_leftovers_are_cleared_and_nothing_else(tmp_path):
     old,new,theirs = (tmp_path/o for o in (f'.{new_id("a")}.json.12.tmp', f'.{new_id("b")}.json.12.tmp', '.their.tmp'))
     for o in (old, new, theirs): o.write_text('{"sch')
     for o in (old, theirs): os.utime(o, (time.time()-1e5,)*2)
-    assert runs(tmp_path) == ([], []) and old.exists()  # reading changes nothing
+    assert load_all(tmp_path) == ([], []) and old.exists()  # reading changes nothing
     save(make(), tmp_path)
     assert not old.exists() and new.exists() and theirs.exists()
 
@@ -180,7 +180,7 @@ def writer(folder, n, size): return subprocess.Popen([sys.executable, '-c', WRIT
 def test_several_writers(tmp_path):
     ps = [writer(tmp_path, 20, 10) for _ in range(6)]
     ids = [o for p in ps for o in p.communicate(timeout=120)[0].split()]
-    good,bad = runs(tmp_path)
+    good,bad = load_all(tmp_path)
     assert len(ids) == 120 and sorted(o.id for o in good) == sorted(ids) and not bad
     assert len(list(tmp_path.iterdir())) == 120
 
@@ -193,7 +193,7 @@ def test_kill_9_of_a_writer_loses_no_finished_run_and_leaves_no_half_file(tmp_pa
         time.sleep(random.Random(seed).random()*.1)
         p.kill()
         told += p.communicate(timeout=60)[0].split()
-        good,bad = runs(tmp_path)
+        good,bad = load_all(tmp_path)
         assert not bad and set(told) <= {o.id for o in good} and all(len(o.profile['values']) == 100_000 for o in good)
         cut += len(list(tmp_path.glob('.*.tmp')))
         for o in tmp_path.iterdir(): o.unlink()
@@ -234,9 +234,9 @@ def test_a_disk_that_is_really_full(tiny, tmp_path, monkeypatch):
     n = 0
     with pytest.raises(NotKept, match='No space left'):
         for n in range(100): save(make(profile=dict(values=list(range(8000)))), tiny)
-    good,bad = runs(tiny)
+    good,bad = load_all(tiny)
     assert n > 2 and len(good) == n and not bad and not list(tiny.glob('.*.tmp'))
-    assert len(list(tmp_path.glob('*.json'))) == 1 and not runs(tmp_path)[1]
+    assert len(list(tmp_path.glob('*.json'))) == 1 and not load_all(tmp_path)[1]
     (tiny/'fill').write_bytes(b'') if (n := shutil.disk_usage(tiny).free) < 4096 else (tiny/'fill').write_bytes(b'x'*n)
     with pytest.raises(NotKept, match='kept as'): save(make(), tiny)
 
