@@ -14,7 +14,7 @@ from .charts import ceiling, curve, peaks_of, plot_accuracy, plot_distribution, 
 from .page import download, drawn, fold, own, short, table, tag
 from .raw import common, epochs_csv, runs_csv, steps_csv
 from .record import STATUSES
-from .table import rate, seconds
+from .table import Table, rate, seconds
 
 # %% ../nbs/46_exhibits.ipynb #1b485292
 class Side:
@@ -112,7 +112,7 @@ def where_time_goes(sides:list, # `Side`s
     for side in sides:
         if not (have := sorted((s for s in side.all if s.rows), key=lambda s: s.run.seconds or 0.)): continue
         s = have[(len(have)-1)//2]
-        t,many = s.run.table,f', the middle of {len(have)} by the time of the fit' if len(have) > 1 else ''
+        t,many = Table(s.rows, notes=s.notes),f', the middle of {len(have)} by the time of the fit' if len(have) > 1 else ''
         inner = [phase_table(t, f'Phases of {s.mark}'), *[tag('p', own(o), cls='note') for o in t.lines]]
         if t.verdict: parts.append(tag('p', tag('span', s.mark, cls='mark'), f"  {t.verdict['text']}"))
         parts += [fold(f'Phases of {s.mark}{many}', *inner)] if len(sides) > 1 else inner
@@ -226,7 +226,7 @@ def raw_data(sides:list, # `Side`s
     links = [(download(runs_csv(alls), f'{name}-runs.csv'), f" {times(len(alls), 'Run')}: every field, means of phases, peak memory"), (download(epochs_csv(alls), f'{name}-epochs.csv'), ' losses and metrics of every epoch'),
              (download(steps, f'{name}-steps.csv'), all_steps)]
     same,other = common([s.run for s in alls])
-    parts = [tag('ul', *[tag('li', *o) for o in links]), fold(f"Every field{' that is the same in all Runs' if len(alls) > 1 else ''} ({len(same)})", tag('dl', *[x for k,v in same.items() for x in (tag('dt', own(_cut(k, 600))), tag('dd', own(_cut(v))))]))]
-    if other: parts.append(fold(f'Fields in which the Runs differ ({len(other)})', table(['field', *(s.mark for s in alls)], [[own(_cut(k, 600)), *('' if v is None else own(_cut(v)) for v in vs)] for k,vs in other.items()], 1+len(alls),
+    parts = [tag('ul', *[tag('li', *o) for o in links]), fold(f"Every field{' that is the same in all Runs' if len(alls) > 1 else ''} ({len(same)})", tag('dl', *[x for k,v in same.items() for x in (tag('dt', own(_cut(k))), tag('dd', own(_cut(v))))]))]
+    if other: parts.append(fold(f'Fields in which the Runs differ ({len(other)})', table(['field', *(s.mark for s in alls)], [[own(_cut(k)), *('' if v is None else own(_cut(v)) for v in vs)] for k,vs in other.items()], 1+len(alls),
                                                                                  'Fields in which the Runs differ', wrap=range(1+len(alls)))))
     return parts

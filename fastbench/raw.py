@@ -7,12 +7,11 @@ __all__ = ['Seen', 'seen', 'fields', 'common', 'runs_csv', 'epochs_csv', 'steps_
 
 # %% ../nbs/45_raw.ipynb #62ba1733
 import json
-from dataclasses import dataclass
-from dataclasses import fields as fields_of
+from dataclasses import dataclass, replace
 
-from .charts import peaks_of
+from .charts import peaks_of, steps_of
 from .page import csv_text
-from .phases import HEAD, Profile, from_dict, rows, values
+from .phases import HEAD, Profile, from_dict, notes, rows, values
 from .recipe import UserError
 from .record import Run, from_json
 
@@ -25,6 +24,7 @@ class Seen:
     side: str = ''  # the letter of its side
     profile: Profile|None = None
     rows: tuple = ()  # of the phase table; none where it is no timing
+    notes: tuple = ()  # below it
     trouble: str = ''  # why there is no profile, though there should be
 
     @property
@@ -34,11 +34,16 @@ class Seen:
 def seen(run:Run, # What to look at; it is left as it is
     )->Seen: # A copy
     "Take in a Run"
-    own = from_json(json.dumps({k: v for k,v in Run(**{o.name: getattr(run, o.name) for o in fields_of(Run) if o.name != 'profile'}).as_dict().items()}), f'the Run {run.id}')
+    own = from_json(replace(run, profile=None).to_json(), f'the Run {run.id}')
     own.path,own.profile = run.path,run.profile
     res = Seen(own)
     if not own.profile: return res
-    try: p = from_dict(own.profile); res.rows = tuple(rows(p) if own.status != 'diverged' else ()); peaks_of(p); res.profile = p
+    try:
+        p = from_dict(own.profile)
+        peaks_of(p)
+        for phase in p.steps: steps_of(p, phase)
+        if own.status != 'diverged': res.rows,res.notes = tuple(rows(p)),tuple(notes(p))
+        res.profile = p
     except (UserError, TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError) as e: res.rows,res.trouble = (),f'its profile cannot be read: {type(e).__name__} {e}'
     return res
 
