@@ -16,5 +16,5 @@ def lines(key): return [o for o in config['DEFAULT'][key].splitlines() if o.stri
 version = re.search(r'^__version__ = "(.+)"$', (here/'fastbench/__init__.py').read_text(encoding='utf-8'), re.M)[1]
 
 setup(version=version, packages=find_packages(include=['fastbench', 'fastbench.*']),
-      install_requires=lines('requirements'), extras_require={o: lines(f'{o}_requirements') for o in ('dev', 'text')},
+      install_requires=lines('requirements'), extras_require={o.removesuffix('_requirements'): lines(o) for o in config['DEFAULT'] if o.endswith('_requirements')},
       entry_points={'console_scripts': lines('console_scripts'), 'nbdev': ['fastbench=fastbench._modidx:d']})

@@ -128,7 +128,7 @@ def _log_dict(log):
 def _log_from(d):
     log = Log(d['columns'], d['keep'])
     log.n,log.stride = d['n'],d['stride']
-    rows = array('d', (x for row in zip(*d['values'].values()) for x in row))
+    rows = array('d', (x for row in zip(*(d['values'][c] for c in d['columns'])) for x in row))
     if 'totals' in d: log.sample,log.folded = rows,{c: (n, t, tuple(m)) for c,(n,t,m) in d['totals'].items()}
     else: log.fresh = rows
     return log

@@ -179,7 +179,11 @@ def steps(folder=FOLDER, # Where Runs are kept
     return df
 
 # %% ../nbs/42_query.ipynb #bd76bfee
-def _harmless(v): return f"'{v}" if isinstance(v, str) and v.lstrip()[:1] in tuple('=+-@＝＋－＠') or isinstance(v, str) and v[:1] in ('\t', '\r') else v
+_formula = re.compile(r'\s*[=+\-@＝＋－＠]|[\t\n]')
+
+def _harmless(v):
+    v = re.sub(r'\r\n?', '\n', v)  # alone, and not quoted by every writer, it would end a line
+    return f"'{v}" if _formula.match(v) else v
 
 def _for_csv(df):
     texts = [c for c in df.columns if df[c].dtype == 'string']

@@ -168,7 +168,9 @@ def test_after_a_signal_nothing_more_is_run_and_what_is_kept_is_said(launched, m
 MISTAKES = [('run --foo', 'No such option'), ('run --precision fp8', 'fp8'), ('run --batch-size 0', '--batch-size'), ('run --repeats 0', '--repeats'),
             ('run --epochs x', '--epochs'), ('run --workers -1', '--workers'), ('run nosuch', "unknown recipe or suite 'nosuch'"), ('nosuch', 'nosuch'),
             ('run digit-xresnet18', "did you mean 'digits-xresnet18'"), ('list nosuch', 'nosuch'), ('show nosuch', 'no Runs in fastbench-runs'), ('show a b', ''),
-            ('run digits-xresnet18 --out FILE', 'is a file'), ('list --out FILE', 'is a file'), ('show last --out FILE', 'is a file')]
+            ('run digits-xresnet18 --out FILE', 'is a file'), ('list --out FILE', 'is a file'), ('show last --out FILE', 'is a file'),
+            ('list runs --since yesterday', "since='yesterday' is no date"), ('list --status okay', 'unknown status'), ('list runs --commit main', 'hexadecimal'),
+            ('export runs.xlsx', '.csv or .parquet'), ('export', 'FILE'), ('export no/where.csv', 'cannot be written'), ('export a.csv --until 2026-13-01', 'is no date')]
 
 
 @pytest.mark.parametrize('args,why', MISTAKES)
@@ -198,6 +200,18 @@ def test_list(kept, monkeypatch, capsys):
     assert err.count('\n') == 1 and 'cut.json' in err
     assert command(monkeypatch, capsys, 'list', 'runs', '-n', 1, '--out', kept)[1].count('digits-xresnet18-2') == 1
     assert 'none yet' in command(monkeypatch, capsys, 'list', 'runs', '--out', kept/'nothing')[1]
+
+
+def test_list_and_export_of_some(kept, monkeypatch, capsys, tmp_path):
+    code,out,err = command(monkeypatch, capsys, 'list', '--status', 'failed', '--status', 'diverged', '--out', kept)
+    assert code == 0 and out.count('digits-xresnet18-2') == 2 and 'Suites' not in out and 'cut.json' in err
+    found = json.loads(command(monkeypatch, capsys, 'list', 'runs', '--status', 'failed', '--json', '--out', kept)[1])['runs']
+    assert [o['seed'] for o in found] == [1]
+    code,out,_ = command(monkeypatch, capsys, 'list', '--recipe', 'imdb-*', '--out', kept)
+    assert code == 0 and 'none like that' in out
+    code,out,err = command(monkeypatch, capsys, 'export', tmp_path/'a.csv', '--status', 'ok', '--out', kept)
+    assert code == 0 and out == f'1 Run written to {tmp_path/"a.csv"}\n' and 'cut.json' in err and (tmp_path/'a.csv').read_text().count('\n') == 2
+    assert '3 Runs' in command(monkeypatch, capsys, 'export', tmp_path/'a.parquet', '--steps', '--out', kept)[1]
     d = json.loads(command(monkeypatch, capsys, 'list', '--json', '--out', kept)[1], parse_constant=lambda o: pytest.fail(o))
     assert set(d) == {'suites', 'recipes', 'runs'} and [o['status'] for o in d['runs']] == ['ok', 'failed', 'diverged'] and 'profile' not in d['runs'][0]
     assert [load(o['path']).id for o in d['runs']] == [o['id'] for o in d['runs']]

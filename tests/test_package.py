@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 NBS = sorted((ROOT/'nbs').rglob('[!._]*.ipynb'))
 # What must start in well under a second: no torch, fastai, transformers, timm, pandas or matplotlib, also not indirectly
-TORCH_FREE = 'recipe record environment phases table sheet ladder precision store launch verdict compare charts page raw exhibits report cli download'.split()
+TORCH_FREE = 'recipe record environment phases table sheet ladder precision store query launch verdict sides compare ab charts page raw exhibits report terminal cli download'.split()
 HEAVY = 'torch torchvision fastai transformers timm pandas matplotlib'.split()
 # Modules that no notebook writes
 BY_HAND = {'__init__', '__main__', '_modidx'}
@@ -116,7 +116,7 @@ def test_wheel_says_what_settings_say(built):
     meta = message_from_string(meta)
     def same(o): r = Requirement(o); return r.name, str(r.specifier), frozenset(r.extras)
     given = [Requirement(o) for o in meta.get_all('Requires-Dist')]
-    extra = {e: {same(str(o)) for o in given if o.marker and o.marker.evaluate({'extra': e})} for e in ('dev', 'text')}
+    extra = {e: {same(str(o)) for o in given if o.marker and o.marker.evaluate({'extra': e})} for e in (o.removesuffix('_requirements') for o in settings() if o.endswith('_requirements'))}
     assert {same(str(o)) for o in given if not o.marker} == {same(o) for o in settings()['requirements']}
     assert extra == {e: {same(o) for o in settings()[f'{e}_requirements']} for e in extra} and meta.get_all('Provides-Extra') == [*extra]
     assert meta['Name'] == 'fastbench' and meta['Version'] == version() and meta['License-Expression'] == 'Apache-2.0'
