@@ -21,7 +21,7 @@ CONTRASTS = """() => {
   return res }"""
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope='module')  # not longer: its event loop would be running in all tests that follow
 def browser():
     "Chromium, headless"
     api = pytest.importorskip('playwright.sync_api', reason='playwright is not installed: it comes with the extra dev')
