@@ -116,7 +116,7 @@ def plot_timeline(o, # A `Run` or a `Profile`
     ax,(unit,f),top = _axes(ax, 2.3),_unit(s['seconds']),top or ceiling(s)
     calm = [i for i,w in enumerate(s['warm']) if not w] or list(range(len(s['at'])))
     which,k = extremes([s['seconds'][i] for i in calm], points)
-    ax.plot([s['at'][calm[i]] for i in which], [min(s['seconds'][calm[i]], top)*f for i in which], lw=.9, color=colour or series(0), label=f'fastest and slowest of each {k} steps' if k > 1 else 'step',
+    ax.plot([s['at'][calm[i]] for i in which], [min(s['seconds'][calm[i]], top)*f for i in which], lw=.9, color=colour or series(0), label=f'extremes of each {k}' if k > 1 else 'step',
             marker='o' if len(which) == 1 else None, ms=4)
     for key,name,marker,fill in (('warm', 'warm-up', 'o', 'none'), ('slow', 'slow', '^', _c('warm'))):
         at = sorted(sorted((i for i,v in enumerate(s[key]) if v), key=lambda i: -s['seconds'][i])[:100])

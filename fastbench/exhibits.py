@@ -113,7 +113,7 @@ def where_time_goes(sides:list, # `Side`s
         if not (have := sorted((s for s in side.all if s.rows), key=lambda s: s.run.seconds or 0.)): continue
         s = have[(len(have)-1)//2]
         t,many = Table(s.rows, notes=s.notes),f', the middle of {len(have)} by the time of the fit' if len(have) > 1 else ''
-        inner = [phase_table(t, f'Phases of {s.mark}'), *[tag('p', own(o), cls='note') for o in t.lines]]
+        inner = [phase_table(t, f'Phases of {s.mark}'), *[tag('p', own(o), cls='note') for o in t.lines if not t.verdict or o != t.verdict['text']]]
         if t.verdict: parts.append(tag('p', tag('span', s.mark, cls='mark'), f"  {t.verdict['text']}"))
         parts += [fold(f'Phases of {s.mark}{many}', *inner)] if len(sides) > 1 else inner
     return [tag('div', *pics, cls='pics')]*bool(pics) + parts

@@ -14,7 +14,7 @@ from . import __version__
 from .charts import metric_of
 from .compare import Compared
 from .exhibits import Side, card, ends, raw_data, runs_table, step_by_step, times, what_ran, where_time_goes
-from .page import drawn, file_name, own, page, short, table, tag
+from .page import drawn, file_name, fold, own, page, short, table, tag
 from .raw import seen
 from .recipe import UserError
 from .record import STATUSES
@@ -61,21 +61,22 @@ def _restyled(ax, c):
     for loc in ('left', 'center'): ax.set_title('', loc=loc)
     for o in ax.get_yticklabels(): o.set_fontsize(9)
 
-def _compared(c, key):
+def _compared(c, key, folded):
     head,body = c._cells()
     at = head.index('verdict') if 'verdict' in head else None
     marked = [[tag('span', o, cls=_classes.get(o, 'sub')) if i == at else o for i,o in enumerate(row)] for row in body]
+    rows = table(head, marked, 2, 'Comparison, phase by phase')
     loud = [o for o in c.notes if o.startswith(('FASTER', 'NOT COMP'))]
     times = [r for r in c.rows if r['kind'] == 'time']
     alt = 'Bars of the change of each time from A to B: ' + '; '.join(f"{r['phase']} {r['action']} {r['change']}, {r['verdict']}" for r in times[:30])
     return [tag('p', own(c.title)), *[tag('p', own(o), cls='say bad') for o in loud],
             tag('div', tag('figure', drawn(lambda ax: _restyled(ax, c), .7 + .24*len(times), f'{key}-', alt)) if times else None, tag('div', *[tag('p', own(o), cls='note') for o in c.notes if o not in loud and not o.startswith('warning (')]), cls='pics'),
-            table(head, marked, 2, 'Comparison, phase by phase')]
+            fold('Phase by phase', rows) if folded else rows]
 
 def _refused(e):
     def side(vs): return own(short(', '.join('none' if v is None else v if isinstance(v, str) else json.dumps(v) for v in vs), 200))
     return [tag('p', tag('strong', 'Not comparable. '), 'These fields differ, and nobody said that they are meant to. ', tag('code', '--on FIELD'), ' says so, ', tag('code', '--anyway'), ' compares all the same.', cls='say'),
-            table(['field', 'A', 'B'], [[own(d['field']), side(d['a']), side(d['b'])] for d in e.differences], 3, 'Differences', wrap=(1, 2))]
+            table(['field', 'A', 'B'], [[own(d['field']), side(d['a']), side(d['b'])] for d in e.differences], 3, 'Differences', wrap=(0, 1, 2))]
 
 def _comparisons(sides, options, most=6):
     "Parts of the page, and the `Compared`"
@@ -86,7 +87,7 @@ def _comparisons(sides, options, most=6):
         try:
             c = Compared(a.runs, b.runs, **options)
             found.append(c)
-            parts += _compared(c, f'c{n}')
+            parts += _compared(c, f'c{n}', len(sides) > 3)
         except NotComparable as e: parts += _refused(e)
         except UserError as e: parts.append(tag('p', own(e), cls='say'))
     if len(sides) > most+1: parts.append(tag('p', f'{len(sides)-most-1} more sides are not compared here: `fastbench compare` does', cls='note'))

@@ -10,10 +10,11 @@ import sys
 from urllib.parse import unquote
 
 import pytest
+from fastcore.xml import to_xml
 
 from fastbench.charts import extremes, plot_accuracy, plot_distribution, plot_memory, plot_phases, plot_timeline, slow_steps, steps_of
 from fastbench.download import DataUnavailable
-from fastbench.page import clean, csv_text, file_name
+from fastbench.page import clean, csv_text, drawn, file_name
 from fastbench.phases import Profile, to_dict
 from fastbench.recipe import Recipe, UserError
 from fastbench.record import Run
@@ -109,7 +110,7 @@ def test_pictures_say_what_they_show(html, visit, name):
     assert v.get_by_role('img').count() == len(svgs)
 
 
-def test_text_in_pictures_does_not_overlap(html, visit):
+def test_text_in_pictures_is_whole_and_does_not_overlap(html, visit):
     for name in ('pairs', 'ok', 'gpu', 'long', 'crowd', 'one_step'):
         v = visit(html(name), 390)
         hits = v.evaluate("""() => [...document.querySelectorAll('svg')].flatMap(svg => {
@@ -118,6 +119,9 @@ def test_text_in_pictures_does_not_overlap(html, visit):
             if (Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1 && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 3) res.push([a, b]);
           return res })""")
         assert hits == [], (name, hits)
+        cut = v.evaluate('''[...document.querySelectorAll("svg")].flatMap(svg => { const b = svg.getBoundingClientRect();
+          return [...svg.querySelectorAll("text")].filter(o => { const p = o.getBoundingClientRect(); return p.left < b.left-2 || p.right > b.right+2 || p.top < b.top-2 || p.bottom > b.bottom+2 }).map(o => o.textContent) })''')
+        assert cut == [], (name, cut)
 
 
 def test_keyboard_reaches_links_details_and_tables(html, visit):
@@ -212,7 +216,7 @@ ATTRS = set('lang charset http-equiv content name class id href aria-label aria-
 def squeezed(text): return ' '.join(text.split())
 
 
-@pytest.mark.parametrize('evil', [' '.join(EVIL), 'w'*400, *EVIL[:2], '=cmd|" /C calc"!A0'], ids=['all', 'long word', 'script', 'svg', 'formula'])
+@pytest.mark.parametrize('evil', [' '.join(EVIL), 'w'*400, *EVIL[:2], EVIL[4], '=cmd|" /C calc"!A0'], ids=['all', 'long word', 'script', 'svg', 'mathematics', 'formula'])
 def test_hostile_texts_stay_text(visit, tmp_path, evil):
     (a, said), (b, more) = hostile(evil), hostile(evil, 1)
     b.status, b.recipe['name'] = 'failed', f'{evil} other'
@@ -237,6 +241,9 @@ def test_hostile_texts_in_csv(tmp_path):
             rows = list(csv.reader(io.StringIO(unquote(link))))
             assert len(rows) > 1 and len({len(r) for r in rows}) == 1
             assert not [c for r in rows for c in r if re.match(r'\s*[=+\-@]', c) and not re.fullmatch(r'[-+]?[\d.]+(e[-+]?\d+)?', c)]
+    odd = 'a%41#b?c&d;e "f"\né'
+    link = re.search(r'data:text/csv;charset=utf-8,([^"\']*)', report(made(weights=odd)).html)[1]
+    assert '#' not in link and next(csv.DictReader(io.StringIO(unquote(link))))['weights'] == odd
     assert csv_text(['a'], [['-1.5e-3'], [-2], ['-2'], ['-2+3']]).split() == ['a', '-1.5e-3', '-2', '-2', "'-2+3"]
 
 
@@ -251,6 +258,7 @@ def test_labels_of_charts_are_no_mathematics():
     bad = r'$\frac{a}{b$ \mathregular <b>'
     run = made()
     run.epochs = [{bad: .5}, {bad: .6}]
+    assert bad.replace('<', '&lt;').replace('>', '&gt;') in to_xml(drawn(lambda ax: ax.set_title(bad), 2, 'a', 'x'), indent=False)
     for ax in (plot_phases([run, run], [bad, bad]), plot_distribution([run, run], [bad, bad]), plot_memory([run], [bad]), plot_accuracy([run, made()], bad, [bad, 'b'])):
         ax.figure.savefig(io.StringIO(), format='svg')
         plt.close(ax.figure)
