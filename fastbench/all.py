@@ -11,7 +11,7 @@ __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile',
            'BenchLearner', 'augmented', 'vision_dls', 'timm_learner', 'xresnet_learner', 'torchvision_learner',
            'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner', 'load_hf_learner', 'TextDL', 'lm_dls',
            'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter', 'layer_decay',
-           'layer_groups', 'task_dls', 'compare', 'compare_times']
+           'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'report']
 
 # %% ../nbs/60_all.ipynb #9a69330d
 from .callback.amp import MixedPrecision
@@ -24,6 +24,7 @@ from .callback.limit import FirstBatches
 from .callback.profiler import Profiler
 from .callback.target import TimeToAccuracy
 from .callback.tta import FlipTTA
+from .ab import ab
 from .compare import compare
 from .ladder import Climb, ladder
 from .learner import bench_learner
@@ -31,6 +32,7 @@ from .muon import muon
 from .optimizer import foreach_adam, foreach_adamw, foreach_sgd, fused_adam, fused_adamw, fused_sgd
 from .recipe import Ladder, Recipe, Rung, UserError, but, get_ladder, get_recipe, ladders, recipes, register, register_ladder, register_suite, suites
 from .record import Run
+from .report import report
 from .run import run_recipe
 from .query import export, runs, steps
 from .store import find, load, save
@@ -57,4 +59,4 @@ _all_ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile', '
          'register_ladder', 'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs', 'steps', 'export', 'save', 'Table', 'BenchLearner', 'augmented',
          'vision_dls', 'timm_learner', 'xresnet_learner', 'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner',
          'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter', 'layer_decay',
-         'layer_groups', 'task_dls', 'compare', 'compare_times']
+         'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'report']

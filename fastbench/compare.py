@@ -16,7 +16,7 @@ from .sheet import Sheet
 from .sides import NotComparable, common, differences, load_side, means, run_values, said
 from .store import FOLDER
 from .table import rate, seconds
-from .verdict import MIN_RUNS, compare_times, family, percent, shown_above, signed, t_quantile
+from .verdict import MIN_RUNS, compare_times, family, percent, roughly, shown_above, signed, t_quantile
 
 # %% ../nbs/46_compare.ipynb #1e09deba
 def _pairs(a, b):
@@ -90,7 +90,7 @@ def _compare_rows(a, b, at, paired, threshold, level):
 class Compared(Sheet):
     "What `compare` found: rows, notes, differences, accuracy"
     columns = [('phase', 'phase', str), ('action', 'action', str), ('a', 'A', str), ('b', 'B', str), ('change', 'B is', str), ('interval', '95% interval', str), ('verdict', 'verdict', str),
-               ('detectable', 'could see', lambda x: f'{100*x:.2g}%'), ('outliers', 'outliers', lambda x: str(x) if x else '')]
+               ('detectable', 'could see', roughly), ('outliers', 'outliers', lambda x: str(x) if x else '')]
     left = 2
     def __init__(self, a, b, anyway=False, threshold=.01, paired=None, on=(), least=.001, level=.05):
         self.a,self.b,self.threshold,self.on,self.level = a,b,threshold,list(on),level
@@ -157,6 +157,8 @@ def _compared_about(self, a, b, least, some, tiny):
     if n < MIN_RUNS: yield f'no verdicts: they need {MIN_RUNS} runs a side'
     else: yield f'verdicts: differences beyond {100*self.threshold:g}%; overall by itself, all others as a family (Holm). could see: the slowdown that had 80% chance to be found by itself'
     if self.meant: yield 'compared on purpose: ' + '; '.join(map(said, self.meant))
+    sizes = [sorted({o.recipe.get('bs') or 0 for o in side}) for side in (a, b)]
+    if sizes[0] != sizes[1]: yield f'a step is a batch, of {sizes[0]} samples in A and {sizes[1]} in B: samples/s and the rows of the fit say which is faster'
     same = [o for o in self.on if not any(means([o], d['field']) for d in self.meant)]
     if same: yield f"meant to differ, and equal: {', '.join(same)}"
     def names(ks): return ', '.join(' '.join(k) for k in ks)

@@ -19,7 +19,7 @@ def seconds(x:float|None # Seconds
     "`x` as a person reads it"
     if x is None: return ''
     for unit,scale in (('s', 1), ('ms', 1e3), ('µs', 1e6)):
-        if x*scale >= 1 or unit == 'µs': return f'{x*scale:.{0 if x*scale >= 100 else 1 if x*scale >= 10 else 2}f} {unit}'
+        if round(x*scale, 3) >= 1 or unit == 'µs': return f'{x*scale:.{0 if x*scale >= 100 else 1 if x*scale >= 10 else 2}f} {unit}'
 
 def rate(x:float|None # Per second
     )->str: # Three digits or a whole number

@@ -132,8 +132,9 @@ def complain(e):
     "One line for a mistake; the exit code that goes with it"
     from fastbench.download import DataUnavailable
     from fastbench.launch import CannotStart
+    from fastbench.sides import NotComparable
     print(f"fastbench: {' '.join(str(e).split())}", file=sys.stderr)
-    return 4 if isinstance(e, (DataUnavailable, NotKept, CannotStart)) else 2
+    return 3 if isinstance(e, NotComparable) else 4 if isinstance(e, (DataUnavailable, NotKept, CannotStart)) else 2
 
 def run_all(todo, repeats, out, refused=None, **options):
     "The files of the Runs, and 0, or the exit code that they do not tell of"

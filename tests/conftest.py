@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from browser import browser, visit  # fixtures, for pages
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

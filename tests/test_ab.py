@@ -1,0 +1,279 @@
+"A against B: early looks that keep their promise, budgets, failures, other Pythons, the command"
+import json
+import os
+import stat
+import sys
+from math import exp
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from fastbench import ab as module, cli
+from fastbench.ab import AB, RunFailed, ab, interpreter, launch_with, looks, last_level, sides
+from fastbench.launch import Interrupted
+from fastbench.recipe import UserError, get_recipe
+from fastbench.record import Run
+from fastbench.sides import NotComparable
+from fastbench.store import load, load_all, save
+from fastbench.verdict import compare_times
+
+R = get_recipe('digits-xresnet18')
+
+
+def made(recipe, seconds, repeat=0, **kwargs):
+    data = dict(name=recipe.data)
+    return Run(**dict(recipe=vars(recipe).copy(), seconds=seconds, seed=recipe.seed+repeat, data=data, environment=dict(host='here'), precision=dict(effective=recipe.precision)) | kwargs)
+
+
+class Machine:
+    "Runs that nobody trains: `slower` times as long, each with a spread, both with what a pair has in common"
+    def __init__(self, seed=0, spread=.01, slower=(1., 1.), drift=.05, change=lambda i: {}):
+        self.random,self.spread,self.slower,self.drift,self.change,self.made,self.now = Random(seed),spread,slower,drift,change,[],0.
+    def __call__(self, k):
+        def run(recipe, folder, tell=None, repeat=0, device=None, offline=False):
+            seconds = self.slower[k]*exp(self.random.gauss(0, self.spread) + self.drift*repeat)
+            self.made.append((k, repeat, recipe.batches))
+            self.now += seconds
+            return str(save(made(recipe, seconds, repeat, **self.change(len(self.made))), folder))
+        return run
+    def trial(self, folder, b=R, **kwargs): return AB(R, b, run=(self(0), self(1)), folder=folder, clock=lambda: self.now, **kwargs)
+
+
+def finish(t):
+    while not t.over: t.measure()
+    return t.result()
+
+
+def verdict(c): return c.verdicts['overall', 'fit'].verdict
+
+
+# Statistics: the same code that decides, without the files
+
+class Quick(AB):
+    def __init__(self, r, shift=0., pairs=10, spread=.01):
+        super().__init__(R, R, pairs=pairs)
+        self.r,self.shift,self.spread = r,shift,spread
+    def measure(self):
+        for s,x in ((self.a, 0.), (self.b, self.shift)): s.append(exp(x + self.r.gauss(0, self.spread)))
+    def result(self, level=None):
+        v = compare_times(self.a, self.b, threshold=0., level=level or self.level or last_level(self.looked))
+        return type('C', (), dict(verdicts={('overall', 'fit'): v}))
+
+
+@pytest.mark.parametrize('pairs', [10, 40])
+def test_early_looks_do_not_find_what_is_not_there(pairs):
+    differ = sum(verdict(finish(Quick(Random(f'{pairs}-{i}'), pairs=pairs))) in ('faster', 'slower') for i in range(400))
+    assert differ <= 30  # 5% of 400 is 20; 31 and more has a chance of 1%
+
+
+def test_looking_after_each_pair_at_5_percent_would():
+    "The negative control"
+    def peek(i):
+        t = Quick(Random(f'peek{i}'), pairs=40)
+        for n in range(40):
+            t.measure()
+            if n >= 4 and compare_times(t.a, t.b, threshold=0.).verdict in ('faster', 'slower'): return True
+    assert sum(bool(peek(i)) for i in range(200)) > 30
+
+
+def test_5_percent_at_1_percent_spread_is_found_in_ten_pairs():
+    found = [verdict(finish(Quick(Random(f'five{i}'), shift=.04879, spread=.01))) for i in range(200)]
+    assert found.count('slower') >= 190 and 'faster' not in found
+
+
+def test_a_large_difference_ends_early(tmp_path):
+    t = Machine(slower=(1., 1.3), spread=.005).trial(tmp_path, pairs=50)
+    c = finish(t)
+    assert len(t.a) < 10 and verdict(c) == 'slower' and c.level == .001 and 'the answer is clear' in str(c) and '99.9% interval' in str(c)
+
+
+def test_all_pairs_if_asked(tmp_path):
+    t = Machine(slower=(1., 1.3), spread=.005).trial(tmp_path, pairs=12, early=False)
+    c = finish(t)
+    assert len(t.a) == 12 and t.looked == 0 and c.level == .05 and '95% interval' in str(c)
+
+
+def test_the_last_look_has_what_is_left(tmp_path):
+    c = finish(Machine(spread=.2).trial(tmp_path))
+    assert c.level == pytest.approx(.045) and '95.5% interval' in str(c) and json.loads(c.to_json())['level'] == c.level
+
+
+@pytest.mark.parametrize('pairs,n', [(1, 0), (5, 0), (6, 1), (10, 5)])
+def test_looks(pairs, n): assert looks(pairs)[-1] == pairs and len(looks(pairs)) == n+1 and len(set(looks(pairs))) == n+1
+
+
+# Pairs
+
+def test_a_pair_has_one_seed_and_a_drawn_order(tmp_path):
+    t = Machine().trial(tmp_path, early=False)
+    c = finish(t)
+    assert [o.seed for o in t.a] == [o.seed for o in t.b] == [R.seed+i for i in range(10)] and c.paired
+    firsts = [o.extra['ab']['turn'] for o in map(lambda r: load(r.path), t.a)]
+    assert set(firsts) == {0, 1} and [o.extra['ab']['pair'] for o in t.b] == list(range(10))
+
+
+def test_the_order_is_reproducible(tmp_path):
+    def order(seed):
+        m = Machine()
+        finish(m.trial(tmp_path/str(seed), seed=seed, early=False))
+        return [k for k,*_ in m.made]
+    assert order(1) == order(1) != order(2)
+
+
+def test_warm_up_keeps_nothing(tmp_path):
+    m = Machine()
+    t = m.trial(tmp_path)
+    t.warm_up()
+    assert m.made == [(0, 0, 2), (1, 0, 2)] and not list(tmp_path.iterdir()) and not t.a
+
+
+def test_a_refused_warm_up_is_no_end(tmp_path):
+    def no(*a, **k): raise UserError('no')
+    AB(R, R, run=(no, no), folder=tmp_path).warm_up()
+
+
+def test_budget(tmp_path):
+    t = Machine(spread=.001, drift=0.).trial(tmp_path, budget=9.)
+    c = finish(t)
+    assert len(t.a) == 4 and 'the budget of 9.00 s holds no other pair' in str(c) and verdict(c) == 'unknown'
+
+
+def test_a_budget_for_less_than_a_pair_gives_one(tmp_path): assert len(finish(Machine().trial(tmp_path, budget=.1)).a) == 1
+
+
+def test_what_cannot_be_compared_is_seen_after_one_pair(tmp_path):
+    m = Machine(change=lambda i: dict(weights=f'of {i}'))
+    with pytest.raises(NotComparable, match='weights of . / of .'): finish(m.trial(tmp_path))
+    assert len(m.made) == 2
+
+
+def test_a_failed_run_ends_it_and_is_named(tmp_path):
+    m = Machine(change=lambda i: dict(status='failed', error='RuntimeError: out of memory') if i == 6 else {})
+    t = m.trial(tmp_path)
+    with pytest.raises(RunFailed, match=r'pair 3: the run of [AB] failed \(RuntimeError: out of memory\); its Run is kept as') as e: finish(t)
+    assert load(e.value.path).status == 'failed' and len(t.a) == len(t.b) == 2 and len(load_all(tmp_path)[0]) == 6 and len(t.result().a) == 2
+
+
+@pytest.mark.parametrize('kwargs,said', [(dict(), 'A and B are the same'), (dict(python=['a', 'b', 'c']), '3 Pythons'), (dict(python='nowhere'), 'no Python there'), (dict(bs=32, pairs=0), 'pairs=0'),
+                                         (dict(b='docstrings-distilbert'), 'not comparable: data digits / docstrings'), (dict(nothing=1), 'nothing')])
+def test_slips_are_found_before_anything_runs(tmp_path, monkeypatch, kwargs, said):
+    monkeypatch.setattr(module, 'launch', lambda *a, **k: 1/0)
+    with pytest.raises(UserError, match=said): ab('digits-xresnet18', folder=tmp_path, **kwargs)
+
+
+def test_other_data_on_purpose():
+    assert 'data' in sides('digits-xresnet18', 'docstrings-distilbert', anyway=True)[2]
+    assert sides('digits-xresnet18', changes=dict(sample=.5))[2] == ['sample']  # what B is told to change is on purpose
+    a,b,meant = sides('digits-xresnet18', both=dict(epochs=1), changes=dict(bs=32))
+    assert (a.epochs, b.epochs, a.bs, b.bs, meant) == (1, 1, 64, 32, ['bs'])
+
+
+# Other Pythons
+
+def fake(folder, text):
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder/'python'
+    path.write_text(f'#!{sys.executable}\n{text}')
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+    return path
+
+
+def test_who_is_named(tmp_path):
+    assert interpreter(sys.executable) == (sys.executable, None)
+    exe = fake(tmp_path/'env'/'bin', '')
+    assert interpreter(tmp_path/'env') == (str(exe), None)
+    (tmp_path/'tree'/'fastbench').mkdir(parents=True)
+    (tmp_path/'tree'/'fastbench'/'__init__.py').touch()
+    assert interpreter(tmp_path/'tree') == (sys.executable, str(tmp_path/'tree'))
+    own = fake(tmp_path/'tree'/'.venv'/'bin', '')
+    assert interpreter(tmp_path/'tree') == (str(own), str(tmp_path/'tree'))
+    with pytest.raises(UserError, match='no Python there'): interpreter(tmp_path/'env'/'bin')
+
+
+def test_only_words_pass_between(tmp_path):
+    exe = fake(tmp_path, f"import json, sys; open({str(tmp_path/'said')!r}, 'w').write(json.dumps(sys.argv[3:])); print(json.dumps([dict(path='x.json')]))")
+    recipe = get_recipe('digits-xresnet18', bs=32, precision='bf16')
+    assert launch_with(exe, recipe, tmp_path/'runs', repeat=3, device='cpu', offline=True) == 'x.json'
+    assert json.loads((tmp_path/'said').read_text()) == ['run', 'digits-xresnet18', '--json', '--offline', '--out', str(tmp_path/'runs'), '--seed', str(recipe.seed+3), '--device', 'cpu',
+                                                         '--set', 'bs=32', '--set', "precision='bf16'"]
+
+
+@pytest.mark.parametrize('text,said', [("import sys; print('fastbench: no recipe of that name', file=sys.stderr); sys.exit(2)", 'python: no recipe of that name'), ('raise SystemExit(7)', 'python: exit code 7'),
+                                       ("print('[]')", 'exit code 0'), ('import nothing_like_it', 'ModuleNotFoundError')])
+def test_a_python_that_cannot_is_named(tmp_path, text, said):
+    with pytest.raises(UserError, match=said): launch_with(fake(tmp_path, text), R, tmp_path)
+
+
+def test_a_signal_is_passed_on(tmp_path):
+    exe = fake(tmp_path, "import json, os, signal, time\ndef end(*_):\n    print(json.dumps([dict(path='half.json')]), flush=True)\n    os._exit(0)\nsignal.signal(signal.SIGINT, end)\n"
+                         "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(60)")
+    with pytest.raises(Interrupted) as e: launch_with(exe, R, tmp_path)
+    assert e.value.path == 'half.json'
+
+
+def test_a_worktree_trains(tmp_path):
+    "The package in another folder, as a git worktree would be, with a sign that it was the one"
+    import shutil
+
+    import fastbench
+    tree = tmp_path/'a tree'
+    shutil.copytree(Path(fastbench.__file__).parent, tree/'fastbench', ignore=shutil.ignore_patterns('__pycache__'))
+    (tree/'fastbench'/'run.py').open('a').write('\nfind_device_of = find_device\ndef find_device(d): Run.weights = "the other"; return find_device_of(d)\nimport fastbench.record\n'
+                                                '_save = Run.as_dict\nRun.as_dict = lambda self: _save(self) | dict(sign="the other")\n')
+    path = launch_with(tree, get_recipe('digits-xresnet18', epochs=1, batches=2, sample=.1, workers=0), tmp_path/'runs', device='cpu')
+    run = load(path)
+    assert run.status == 'ok' and run.extra['sign'] == 'the other' and run.recipe['batches'] == 2
+
+
+# The command
+
+def fastbench(monkeypatch, machine, *args):
+    monkeypatch.setattr(module, 'launch', None)
+    start = module.start_ab
+    def started(*a, **k):
+        t = start(*a, **k)
+        t.run,t.clock,t.start = (machine(0), machine(1)),lambda: machine.now,0.
+        return t
+    monkeypatch.setattr(module, 'start_ab', started)
+    monkeypatch.setattr(module, 'partial', lambda *a, **k: None)
+    monkeypatch.setattr(sys, 'argv', ['fastbench', 'ab', *map(str, args)])
+    with pytest.raises(SystemExit) as e: cli.main()
+    return e.value.code
+
+
+def test_command(monkeypatch, capsys, tmp_path):
+    code = fastbench(monkeypatch, Machine(slower=(1., 1.2)), 'digits-xresnet18', '--set', 'bs=32', '--out', tmp_path, '--json')
+    out = json.loads(capsys.readouterr().out)
+    row = out['rows'][0]
+    assert code == 0 and row['verdict'] == 'slower' and {'ratio', 'low', 'high', 'detectable', 'level'} <= set(row) and out['meant'][0]['field'] == 'bs'
+
+
+@pytest.mark.parametrize('slower,code', [(1.2, 1), (1.0, 0)])
+def test_gate(monkeypatch, capsys, tmp_path, slower, code):
+    assert fastbench(monkeypatch, Machine(slower=(1., slower)), 'digits-xresnet18', '--set', 'bs=32', '--out', tmp_path, '--fail-above', '5%') == code
+    assert ('slower by more than 5%' in capsys.readouterr().err) == bool(code)
+
+
+@pytest.mark.parametrize('args,code,said', [(['digits-xresnet18'], 2, 'are the same'), (['digits-xresnet18', 'docstrings-distilbert'], 3, 'data digits / docstrings'), (['digits-xresnet18', '--set', 'bs'], 2, '--set FIELD=VALUE'),
+                                            (['digits-xresnet18', '--set', 'bs=32', '--budget', 'soon'], 2, 'write 90s, 10m or 1h'), (['no-such'], 2, 'no-such')])
+def test_mistakes(monkeypatch, capsys, tmp_path, args, code, said):
+    assert fastbench(monkeypatch, Machine(), *args, '--out', tmp_path) == code
+    err = capsys.readouterr().err
+    assert said in err and err.count('\n') == 1
+
+
+def test_a_failed_run_shows_the_pairs_before_it(monkeypatch, capsys, tmp_path):
+    machine = Machine(change=lambda i: dict(status='diverged') if i == 8 else {})  # the warm-up makes two
+    assert fastbench(monkeypatch, machine, 'digits-xresnet18', '--set', 'bs=32', '--out', tmp_path) == 4
+    got = capsys.readouterr()
+    assert 'pair 3: the run of' in got.err and 'diverged' in got.err and '2 of 10 pairs' in got.out
+
+
+def test_interrupted_shows_whole_pairs(monkeypatch, capsys, tmp_path):
+    def change(i):
+        if i == 8: raise Interrupted(15)
+        return {}
+    assert fastbench(monkeypatch, Machine(change=change), 'digits-xresnet18', '--set', 'bs=32', '--out', tmp_path) == 143
+    got = capsys.readouterr()
+    assert 'interrupted after 2 whole pairs; their Runs are kept in' in got.err and '2 of 10 pairs' in got.out

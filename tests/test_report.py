@@ -1,0 +1,400 @@
+"The report: every kind of Run on a page that asks nobody for anything, in which hostile texts stay text, seen by a real browser."
+import csv
+import io
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from urllib.parse import unquote
+
+import pytest
+
+from fastbench.charts import extremes, plot_accuracy, plot_distribution, plot_memory, plot_phases, plot_timeline, slow_steps, steps_of
+from fastbench.download import DataUnavailable
+from fastbench.page import clean, csv_text, file_name
+from fastbench.phases import Profile, to_dict
+from fastbench.recipe import Recipe, UserError
+from fastbench.record import Run
+from fastbench.report import report
+from fastbench.store import save
+
+
+def made(i=0, side=0, n=40, scale=1., status='ok', name='digits-xresnet18', precision='fp32', profile=True, valid=True, warm=1, accuracy=.9, keep=2**16, epochs=2, **kw):
+    "A Run of made up steps; pair `i`, of which `side` is one"
+    r, p = random.Random(f'{i}/{side}'), Profile(keep)
+    noise = math.exp(r.gauss(0, .005))
+    for phase, parts in (('train', dict(draw=.004, forward=.03, backward=.06, opt_step=.01)), ('valid', dict(draw=.004, predict=.03))):
+        for j in range(n if phase == 'train' else n//4*valid):
+            row = {k: v*scale*noise*math.exp(r.gauss(0, .02))*(20 if j < warm else 3 if j == n//2 else 1) for k, v in parts.items()}
+            row |= dict(step=sum(row.values()), samples=64., warmup=float(j < warm))
+            p.steps[phase].add([row.get(c, 0.) for c in p.steps[phase].columns])
+    total = .1*n*scale*noise or .001
+    for k in ('fit', *['epoch']*epochs): p.fit[k].add([total/(epochs if k == 'epoch' else 1)])
+    p.peaks.append(dict(host=8e8*scale, host_exact=True))
+    values = [dict(train_loss=1/(j+1), valid_loss=1/(j+1), accuracy=accuracy + r.gauss(0, .003)) for j in range(epochs)]
+    return Run(**{**dict(recipe={**vars(Recipe(name)), 'seed': 42+i, 'precision': precision}, id=f'{name}-20260101T00{i:02}{side}0-{side:04x}{i:04x}', started='2026-01-01T00:00:00+00:00', seconds=total,
+                         profile=to_dict(p) if profile else None, seed=42+i, repeat=i, status=status, epochs=values, metrics=values[-1] if values else {}, weights=f'random, seed {42+i}', data=dict(name='digits', version='1', n_train=1438),
+                         precision=dict(asked=precision, effective=precision), device=dict(kind='cpu', name='EPYC', memory=1), environment=dict(os='Debian', host='aaaa', python='3.11.7', versions=dict(torch='2.15.0'))), **kw})
+
+
+def texts(): return made(name='docstrings-distilbert', data=dict(name='docstrings', synthetic=True, fallback='imdb'), precision='fp32')
+
+
+def unbuilt(): return made(1, status='failed', error='RuntimeError: no memory', profile=False, data={}, weights='', precision='fp32', epochs=0, seconds=None)
+
+
+def gpu():
+    run = made()
+    run.profile['device'] = {'train': run.profile['steps']['train']}
+    run.profile['peaks'] = [dict(host=8e8, host_exact=False, device=3e10)]
+    return run
+
+
+MANY = [made(i, s, scale=1.2 if s else 1, precision='bf16' if s else 'fp32') for i in range(5) for s in (0, 1)]
+CASES = dict(
+    ok=lambda: report(made()), no_profile=lambda: report(made(profile=False)), diverged=lambda: report(made(status='diverged', seconds=None)), unbuilt=lambda: report([made(), unbuilt()]),
+    failed=lambda: report(made(status='failed', error='boom', extra=dict(traceback='a\n  b'*30))), interrupted=lambda: report(made(status='interrupted', n=7, epochs=0, valid=False)), texts=lambda: report(texts()),
+    repeats=lambda: report([made(i) for i in range(3)]), pairs=lambda: report(MANY, on='precision'), not_comparable=lambda: report(MANY), anyway=lambda: report(MANY[1::2], against=MANY[::2], anyway=True),
+    recipes=lambda: report([*MANY[:4], texts(), gpu()]), no_steps=lambda: report(made(n=0)), one_step=lambda: report(made(n=1, valid=False)), one_cold_step=lambda: report(made(n=1, warm=0)), gpu=lambda: report(gpu()),
+    long=lambda: report(made(n=3000), raw=1000), crowd=lambda: report([made(i, s, n=5, name=f'r{s}') for i in range(4) for s in range(8)]))
+
+
+@pytest.fixture(scope='module')
+def html(tmp_path_factory):
+    "Pages by the names of their cases, each written once"
+    folder, there = tmp_path_factory.mktemp('a folder'), {}
+    def _html(name):
+        if name not in there: there[name] = CASES[name]().save(folder/f'{name}.html')
+        return there[name]
+    return _html
+
+
+# In a browser
+
+@pytest.mark.parametrize('name', CASES)
+def test_page_asks_nobody_and_fits_a_phone(html, visit, name):
+    path = html(name)
+    for width, dark in ((390, False), (390, True), (1280, False)):
+        v = visit(path, width, dark=dark)
+        v.open_all()
+        assert v.requests == [v.url] and v.console == [] and v.overflow <= 0, (width, v.requests, v.console, v.overflow)
+    assert v.evaluate('[...document.querySelectorAll("h2")].map(o => o.textContent)')[0] == 'At a glance'
+    wide = v.evaluate('[...document.querySelectorAll("svg")].filter(o => o.parentElement.scrollWidth > o.parentElement.clientWidth + 1).length')
+    assert wide == 0
+
+
+@pytest.mark.parametrize('name', ['pairs', 'not_comparable', 'unbuilt', 'recipes', 'gpu'])
+@pytest.mark.parametrize('dark', [False, True])
+def test_all_text_has_contrast(html, visit, name, dark):
+    v = visit(html(name), dark=dark)
+    v.open_all()
+    got = v.contrasts()
+    assert len(got) > 100 and not [o for o in got if o[1] < 4.5]
+    back = v.evaluate('getComputedStyle(document.body).backgroundColor')
+    assert (sum(map(int, re.findall(r'\d+', back)[:3])) < 200) == dark
+
+
+@pytest.mark.parametrize('name', ['pairs', 'ok', 'gpu'])
+def test_pictures_say_what_they_show(html, visit, name):
+    v = visit(html(name))
+    svgs = v.evaluate('[...document.querySelectorAll("svg")].map(o => [o.getAttribute("role"), document.getElementById(o.getAttribute("aria-labelledby"))?.textContent, o.querySelectorAll("path").length])')
+    assert len(svgs) > 3 and all(role == 'img' and len(alt) > 20 and n for role, alt, n in svgs)
+    assert v.evaluate('document.querySelectorAll("img, canvas, object, iframe").length') == 0
+    ids = v.evaluate('[...document.querySelectorAll("[id]")].map(o => o.id)')
+    assert len(ids) == len(set(ids))
+    dead = v.evaluate('[...document.querySelectorAll("use, [clip-path]")].map(o => (o.getAttribute("href") || o.getAttribute("clip-path")).replace(/^url\\(#|^#|\\)$/g, "")).filter(o => !document.getElementById(o))')
+    assert dead == []
+    assert v.get_by_role('img').count() == len(svgs)
+
+
+def test_text_in_pictures_does_not_overlap(html, visit):
+    for name in ('pairs', 'ok', 'gpu', 'long', 'crowd', 'one_step'):
+        v = visit(html(name), 390)
+        hits = v.evaluate("""() => [...document.querySelectorAll('svg')].flatMap(svg => {
+          const ts = [...svg.querySelectorAll('text')].map(o => [o.textContent, o.getBoundingClientRect()]), res = [];
+          for (const [i, [a, p]] of ts.entries()) for (const [b, q] of ts.slice(i+1))
+            if (Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1 && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 3) res.push([a, b]);
+          return res })""")
+        assert hits == [], (name, hits)
+
+
+def test_keyboard_reaches_links_details_and_tables(html, visit):
+    v = visit(html('pairs'))
+    every = v.evaluate('[...document.querySelectorAll("a[href], summary, .box")].filter(o => !o.closest("details:not([open])") || o.tagName == "SUMMARY").length')
+    seen = set()
+    for i in range(every + 3):
+        v.keyboard.press('Tab')
+        seen.add(v.evaluate('[...document.querySelectorAll("*")].indexOf(document.activeElement)'))
+        if v.evaluate('document.activeElement.tagName') == 'SUMMARY' and not v.evaluate('document.activeElement.parentElement.open'):
+            assert v.evaluate('getComputedStyle(document.activeElement).outlineStyle') == 'solid'
+            if v.evaluate('document.querySelectorAll("details[open]").length') == 0:
+                v.keyboard.press('Enter')
+                assert v.evaluate('document.activeElement.parentElement.open')
+                v.keyboard.press('Enter')
+    kinds = v.evaluate('(is) => { const all = [...document.querySelectorAll("*")]; return is.filter(i => all[i] && all[i].matches("a[href], summary, .box")).length }', list(seen))
+    assert kinds == every > 10
+    v.keyboard.press('Home')
+    v.get_by_role('link', name='Raw data').focus()
+    v.keyboard.press('Enter')
+    assert v.page.url.endswith('#raw')
+
+
+def test_downloads_are_whole(html, visit, tmp_path):
+    v = visit(html('pairs'))
+    links = v.get_by_role('list').last.get_by_role('link')
+    names = []
+    for o in links.all():
+        with v.expect_download() as got: o.click()
+        got.value.save_as(tmp_path/got.value.suggested_filename)
+        names.append(got.value.suggested_filename)
+    assert names == [f'digits-xresnet18-{o}.csv' for o in ('runs', 'epochs', 'steps')] and v.console == []
+    rows = {o: list(csv.DictReader(io.StringIO((tmp_path/f'digits-xresnet18-{o}.csv').read_text('utf-8')))) for o in ('runs', 'epochs', 'steps')}
+    assert [len(rows[o]) for o in rows] == [10, 20, 10*(40+10)]
+    run = MANY[3]
+    mine = [float(o['step_seconds']) for o in rows['steps'] if o['id'] == run.id and o['phase'] == 'train']
+    assert mine == run.profile['steps']['train']['values']['step'] and {o['recipe.name'] for o in rows['runs']} == {'digits-xresnet18'}
+
+
+def test_policy_refuses_what_is_slipped_in(html, visit):
+    v = visit(html('ok'))
+    v.evaluate("""() => { document.body.insertAdjacentHTML('beforeend', '<p id="x" style="color:red">x</p><style>#x{color:red}</style><img src="http://127.0.0.1:9/x.png"><img src="data:image/gif;base64,R0lGODlhAQABAAAAACw=" onerror="window.pwned=1" onload="window.pwned=1"><iframe src="http://127.0.0.1:9/"></iframe>') }""")
+    v.wait_for_timeout(200)
+    assert not [o for o in v.requests if '127.0.0.1' in o and not any('Content Security Policy' in c for c in v.console)]
+    assert v.evaluate('window.pwned') is None and v.evaluate('getComputedStyle(document.querySelector("#x")).color') != 'rgb(255, 0, 0)'
+    assert len([o for o in v.console if 'Content Security Policy' in o]) >= 5
+
+
+def test_notebook_shows_it_boxed_in(visit, tmp_path):
+    path = tmp_path/'nb.html'
+    path.write_text('<!DOCTYPE html><style>h1{color:red}</style>' + report(made(), title='"quoted" <b>')._repr_html_())
+    v = visit(path)
+    frame = v.page.frames[1]
+    assert frame.locator('h1').inner_text() == '"quoted" <b>' and frame.evaluate('getComputedStyle(document.querySelector("h1")).color') != 'rgb(255, 0, 0)'
+    assert v.requests[0] == v.url and all(o.startswith('about:') for o in v.requests[1:]) and v.console == []
+    with v.page.expect_download(): frame.get_by_role('link', name='steps.csv').click()
+
+
+# Hostile texts
+
+EVIL = ['<script>window.pwned=1</script>', '</svg><img src=x onerror="window.pwned=1">', '\' " onload=alert(1) x="', ']]><!-- --><![CDATA[', r'$\mathregular{x}$ $\frac \$', 'a\nb\r\nc\td', '\u202eאבגד\u202c', '😀👩‍👩‍👧',
+        '</style><style>*{display:none}</style>', '</title></bdi></td></table><h1>', '\x00\x1b[31m\x7f', '\ud800', '&lt;b&gt;&amp;', '{{7*7}}', 'javascript:alert(1)', '%3Cscript%3E']
+
+
+def poison(o, evil, at, keys):
+    "`o` with every text in it replaced, names of free dicts, too; what it now holds is written to `at`"
+    def new():
+        at.append(f'{evil} #{len(at)}')
+        return at[-1]
+    if isinstance(o, str): return new()
+    if isinstance(o, dict): return {(new() if keys and k not in ('asked', 'effective', 'name') else k): poison(v, evil, at, keys) for k, v in o.items()}
+    return [poison(v, evil, at, keys) for v in o] if isinstance(o, list) else o
+
+
+def hostile(evil, i=0):
+    "A Run with `evil` in every field"
+    at, run = [], made(i, extra=dict(asked=dict(bs=1), traceback='t', test=dict(loss=.1)), warnings=['w', 'v'], error='e')
+    run.recipe = poison(run.recipe, evil, at, False) | {f'{evil} recipe': 1}
+    for k in ('data', 'device', 'environment', 'precision', 'epochs', 'metrics', 'extra'): setattr(run, k, poison(getattr(run, k), evil, at, True))
+    for k in ('id', 'started', 'weights', 'error'): setattr(run, k, f'{evil} {k}{i}'); at.append(getattr(run, k))
+    run.warnings = poison(run.warnings, evil, at, False)
+    run.profile['facts'], run.profile['peaks'] = {f'{evil} fact': f'{evil} value'}, [dict(host=8e8, host_exact=True, note=f'{evil} peak')]
+    return run, at + [f'{evil} {o}' for o in ('recipe', 'fact', 'value', 'peak')]
+
+
+ALLOWED = set('HTML HEAD META TITLE STYLE BODY HEADER H1 H2 H3 P BDI NAV A MAIN SECTION DIV SPAN DL DT DD FIGURE FIGCAPTION TABLE THEAD TBODY TR TH TD UL LI DETAILS SUMMARY STRONG CODE FOOTER '
+              'svg title g path use text tspan defs clipPath rect'.split())
+ATTRS = set('lang charset http-equiv content name class id href aria-label aria-labelledby role tabindex scope download viewBox d x y width height transform fill fill-opacity fill-rule opacity stroke stroke-width stroke-opacity '
+            'stroke-dasharray stroke-dashoffset stroke-linejoin stroke-linecap stroke-miterlimit font-size font-weight text-anchor clip-path open'.split())
+
+
+def squeezed(text): return ' '.join(text.split())
+
+
+@pytest.mark.parametrize('evil', [' '.join(EVIL), 'w'*400, *EVIL[:2], '=cmd|" /C calc"!A0'], ids=['all', 'long word', 'script', 'svg', 'formula'])
+def test_hostile_texts_stay_text(visit, tmp_path, evil):
+    (a, said), (b, more) = hostile(evil), hostile(evil, 1)
+    b.status, b.recipe['name'] = 'failed', f'{evil} other'
+    v = visit(report([a, b, made(2)], title=f'{evil} title').save(tmp_path/'r.html'), 390)
+    assert v.requests == [v.url] and v.console == [] and v.evaluate('window.pwned') is None
+    tags, attrs = v.evaluate('[[...new Set([...document.querySelectorAll("*")].map(o => o.tagName))], [...new Set([...document.querySelectorAll("*")].flatMap(o => o.getAttributeNames()))]]')
+    assert set(tags) <= ALLOWED and set(attrs) <= ATTRS, (set(tags) - ALLOWED, set(attrs) - ATTRS)
+    assert v.evaluate('document.querySelectorAll("style").length') == 1
+    links = v.evaluate('[...document.querySelectorAll("a")].map(o => [o.getAttribute("href").slice(0, 10), o.getAttribute("download")])')
+    assert all(h[:1] == '#' or h == 'data:text/' for h, _ in links) and all(re.fullmatch(r'[A-Za-z0-9][A-Za-z0-9._-]{0,99}', d) for _, d in links if d)
+    page = squeezed(v.evaluate('document.body.textContent'))
+    missing = [o for o in said + more + [f'{evil} other'] if squeezed(clean(o)) not in page]
+    assert not missing, missing[:3]
+    v.open_all()
+    assert v.overflow <= 0
+
+
+def test_hostile_texts_in_csv(tmp_path):
+    for evil in ('=cmd|" /C calc"!A0', '@SUM(1)', '+1+1', '-1+1', '\t=1', '\r=1', ' =1'):
+        html = report(hostile(evil)[0]).html
+        for link in re.findall(r'data:text/csv;charset=utf-8,([^"\']*)', html):
+            rows = list(csv.reader(io.StringIO(unquote(link))))
+            assert len(rows) > 1 and len({len(r) for r in rows}) == 1
+            assert not [c for r in rows for c in r if re.match(r'\s*[=+\-@]', c) and not re.fullmatch(r'[-+]?[\d.]+(e[-+]?\d+)?', c)]
+    assert csv_text(['a'], [['-1.5e-3'], [-2], ['-2'], ['-2+3']]).split() == ['a', '-1.5e-3', '-2', '-2', "'-2+3"]
+
+
+@pytest.mark.parametrize('text', ['../../etc/passwd', '/abs', 'C:\\x', '.hidden', '', '<>', 'a'*500, 'CON', '\u202egpj.exe', 'x\ny'])
+def test_file_names_are_only_names(text): assert re.fullmatch(r'[A-Za-z0-9][A-Za-z0-9._-]{0,79}', file_name(text))
+
+
+def test_labels_of_charts_are_no_mathematics():
+    import matplotlib
+    matplotlib.use('agg')
+    import matplotlib.pyplot as plt
+    bad = r'$\frac{a}{b$ \mathregular <b>'
+    run = made()
+    run.epochs = [{bad: .5}, {bad: .6}]
+    for ax in (plot_phases([run, run], [bad, bad]), plot_distribution([run, run], [bad, bad]), plot_memory([run], [bad]), plot_accuracy([run, made()], bad, [bad, 'b'])):
+        ax.figure.savefig(io.StringIO(), format='svg')
+        plt.close(ax.figure)
+
+
+# Without a browser
+
+@pytest.mark.parametrize('name', CASES)
+def test_the_same_runs_make_the_same_page(html, name):
+    text = html(name).read_text('utf-8')
+    if name in ('ok', 'pairs', 'gpu'): assert text == CASES[name]().html
+    assert not re.search(r'<script|javascript:| on\w+=|style=|@import|url\((?!#)|<link|<base', text.split('</style>')[1]) and len(text) < 2_000_000
+    assert 'http:' not in text and 'https:' not in text
+
+
+def test_what_must_not_be_overlooked_is_said(html):
+    def text(name): return html(name).read_text('utf-8')
+    assert 'fallback data' in text('texts') and 'synthetic data' in text('texts') and 'docstrings in place of imdb' in text('texts')
+    assert '1 failed' in text('unbuilt') and 'RuntimeError: no memory' in text('unbuilt') and '2 Runs, 1 side' in re.sub(r'<[^>]*>', '', text('unbuilt'))
+    assert 'not a timing' in text('diverged') and 'Where the time goes' not in text('diverged') and 'no timing' in text('diverged')
+    assert 'no profile' in text('no_profile') and 'only the time of the whole fit' in text('no_profile')
+    assert 'Not comparable.' in text('not_comparable') and '<bdi>precision</bdi>' in text('not_comparable')
+    assert 'NOT COMPARABLE' in text('anyway') and 'compared on purpose' in text('pairs')
+    assert 'hollow: at least so much' in text('gpu')
+    other = made()
+    other.precision = dict(asked='bf16', effective='fp32')
+    assert 'not the precision asked for' in report(other).html
+
+
+def test_verdicts_are_those_of_compare():
+    from fastbench.compare import compare
+    a, b = MANY[::2], MANY[1::2]
+    r = report(b, against=a, on='precision')
+    assert r.compared[0].rows == compare(a, b, on='precision').rows and r.compared[0].verdicts['overall', 'fit'].verdict == 'slower'
+    assert [len(s.runs) for s in r.sides] == [5, 5] and r.sides[0].runs[0].id == a[0].id
+
+
+def test_a_long_run_is_cut_and_says_so(html):
+    text = html('long').read_text('utf-8')
+    assert 'one in 4 of 3,750 steps' in text and 'drawn are the fastest and the slowest of each 12' in text
+    steps = unquote(re.findall(r'data:text/csv;charset=utf-8,([^"\']*)', text)[2]).splitlines()
+    assert len(steps) == 1 + 750 + 188
+    run = made(n=3000, keep=1000, valid=False)
+    assert run.profile['steps']['train']['stride'] > 1
+    assert f"the Run kept one in {run.profile['steps']['train']['stride']}" in report(run).html
+
+
+def test_no_extreme_is_lost():
+    r = random.Random(0)
+    for n in (1, 2, 499, 500, 501, 1000, 12345):
+        xs = [r.random() for _ in range(n)]
+        which, k = extremes(xs)
+        assert len(which) <= 500 and which == sorted(set(which)) and max(xs) == max(xs[i] for i in which) and min(xs) == min(xs[i] for i in which)
+
+
+def test_slow_steps_are_the_slow_ones():
+    assert slow_steps([]) == [] and slow_steps([1.]) == [False] and not any(slow_steps([1.]*50))
+    s = steps_of(made(n=40))
+    assert [i for i, o in enumerate(s['slow']) if o] == [20] and [i for i, o in enumerate(s['warm']) if o] == [0]
+
+
+@pytest.mark.parametrize('break_', [lambda p: p.update(steps=3), lambda p: p['steps']['train'].update(columns=['x']), lambda p: p['steps']['train']['values'].update(step=['a']), lambda p: p.update(peaks=5),
+                                    lambda p: p.pop('fit'), lambda p: p.update(outside=[]), lambda p: p['steps']['train']['values'].update(step=[]), lambda p: p['fit']['epoch'].update(values=7),
+                                    lambda p: p['steps']['train']['values'].update(step=[math.nan]*40), lambda p: p['fit'].update(fit=None)])
+def test_one_broken_profile_does_not_lose_the_others(break_):
+    good, bad = made(0), made(1)
+    break_(bad.profile)
+    html = report([good, bad]).html
+    assert good.id in html and bad.id in html
+
+
+def test_odd_values_where_nobody_looked():
+    run = made(metrics=dict(accuracy=math.nan, f1=math.inf, note='text', flag=True, deep=dict(a=1)), warnings=[1, dict(a=2), None], seed=2**70, environment=dict(versions='none', git=[]), data=dict(name=['a'], fallback=dict(b=1)), device=dict(name=5))
+    run.epochs, run.precision = [3, None, dict(accuracy='x')], dict(effective=3)
+    assert run.id in report(run).html
+    assert run.id in report([run, made(1)]).html
+
+
+def test_users_matplotlib_stays_as_it_was():
+    import matplotlib
+    before = dict(matplotlib.rcParams)
+    with matplotlib.rc_context({'text.usetex': True, 'axes.facecolor': 'black', 'svg.fonttype': 'path'}): assert report(made()).html == report(made()).html
+    assert dict(matplotlib.rcParams) == before
+    with matplotlib.rc_context({'axes.facecolor': 'black', 'lines.linewidth': 9}): odd = report(made()).html
+    assert odd == report(made()).html
+
+
+# Files and the command
+
+def test_only_reports_are_replaced(tmp_path):
+    r = report(made())
+    for text in ('<p>a thesis', ' ', '<html><head>'):
+        (tmp_path/'x.html').write_text(text)
+        with pytest.raises(UserError, match='is no report of fastbench'): r.save(tmp_path/'x.html')
+        assert (tmp_path/'x.html').read_text() == text
+    (tmp_path/'empty.html').touch()
+    assert r.save(tmp_path/'empty.html') == r.save(tmp_path/'new'/'a.html').with_name('x').parent.parent/'empty.html'
+    r.save(tmp_path/'new'/'a.html')
+    with pytest.raises(UserError, match='is a folder'): r.save(tmp_path)
+    with pytest.raises(UserError, match='is no report'): report('no such run', out=tmp_path/'x.html')  # said before any work
+    with pytest.raises(UserError, match='no report at'): r.save(tmp_path/'x.html'/'y.html')
+
+
+def test_what_cannot_be_reported(tmp_path):
+    with pytest.raises(UserError, match='nothing to report'): report()
+    with pytest.raises(UserError, match='nothing to report'): report([])
+    with pytest.raises(UserError, match='stands on both sides'): report(MANY, against=MANY[0])
+    with pytest.raises(UserError, match='unknown field'): report(MANY, on='presicion')
+    with pytest.raises(DataUnavailable): report(tmp_path/'nowhere')
+    with pytest.raises(UserError, match='int is no side'): report(3)
+
+
+def test_same_run_twice_is_one(): assert len(report(MANY[0], [MANY[0], MANY[2]]).runs) == 2
+
+
+@pytest.fixture(scope='module')
+def kept(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('kept')
+    for o in [*MANY, made(name='other')]: save(o, folder/'runs')
+    (folder/'runs'/'cut.json').write_text('{"schema": 1')
+    return folder
+
+
+def command(*args, cwd):
+    return subprocess.run([sys.executable, '-m', 'fastbench', 'report', *map(str, args)], capture_output=True, text=True, cwd=cwd, timeout=120)
+
+
+def test_command(kept):
+    got = command('digits', '--out', 'runs', '-o', 'a.html', '--on', 'precision', cwd=kept)
+    assert (got.returncode, got.stderr) == (0, '') and got.stdout.startswith('a.html: Report of 10 Runs, 2 sides') and 'compared on purpose' in (kept/'a.html').read_text('utf-8')
+    got = command('runs', '-o', 'b.html', '--title', 'All <of> them', cwd=kept)
+    text = (kept/'b.html').read_text('utf-8')
+    assert got.returncode == 0 and '11 Runs, 3 sides' in got.stdout and 'passed over' in text and 'All &lt;of&gt; them' in text
+    got = command(MANY[1].id, '--against', MANY[0].id, '--out', 'runs', cwd=kept)
+    assert got.returncode == 0 and 'Not comparable' in (kept/'report.html').read_text('utf-8')
+    for args, code, said in ((['nope', '--out', 'runs'], 2, 'unknown Run'), (['x/nope'], 4, 'is not there'), (['--out', 'a.html'], 2, 'names the page'), (['--out', 'runs', '--on', 'x'], 2, 'unknown field'), (['--threshold', 'x'], 2, 'no share')):
+        got = command(*args, cwd=kept)
+        assert got.returncode == code and said in got.stderr and len(got.stderr.splitlines()) == 1, got.stderr
+    (kept/'report.html').write_text('mine')
+    got = command('last', '--out', 'runs', cwd=kept)
+    assert got.returncode == 2 and 'is no report of fastbench' in got.stderr and (kept/'report.html').read_text() == 'mine'
+
+
+def test_command_without_torch(kept):
+    code = f"import sys; sys.argv = ['fastbench', 'report', 'last', '--out', 'runs', '-o', 'c.html']\nfrom fastbench.cli import main\ntry: main()\nfinally: print([o for o in ('torch', 'fastai', 'transformers', 'pandas') if o in sys.modules])"
+    got = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=kept)
+    assert got.returncode == 0 and got.stdout.splitlines()[-1] == '[]', got.stdout + got.stderr
