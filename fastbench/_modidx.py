@@ -586,6 +586,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                            'fastbench.command.compare.gate': ('command.compare.html#gate', 'fastbench/command/compare.py'),
                                            'fastbench.command.compare.print_compared': ( 'command.compare.html#print_compared',
                                                                                          'fastbench/command/compare.py')},
+            'fastbench.command.doctor': {'fastbench.command.doctor.doctor': ('command.doctor.html#doctor', 'fastbench/command/doctor.py')},
             'fastbench.command.keep': { 'fastbench.command.keep.Kind': ('command.keep.html#kind', 'fastbench/command/keep.py'),
                                         'fastbench.command.keep._filters': ('command.keep.html#_filters', 'fastbench/command/keep.py'),
                                         'fastbench.command.keep._one': ('command.keep.html#_one', 'fastbench/command/keep.py'),

@@ -6,7 +6,7 @@
 __all__ = ['OPTIONAL', 'SHORT', 'pairs_needed', 'spread', 'sight', 'in_words', 'trial', 'Doctor', 'doctor']
 
 # %% ../nbs/48_doctor.ipynb #f3398863
-import json, os, sys, tempfile, time
+import json, os, sys, tempfile, time, warnings
 from importlib import metadata
 from math import log, log1p, sqrt
 from pathlib import Path
@@ -200,10 +200,15 @@ def doctor(run:bool=True, # Run the trial
     )->Doctor: # rows, notes; sight, spread, times of the trial
     "What this machine is, what it lacks, and how small a difference it can see"
     if n < 4: raise UserError(f'{n} runs tell nothing of their spread: it takes four or more')
-    state = _now(device or 'cpu')
-    rows = [_row('versions', 'python', sys.version.split()[0])] + [_row('versions', k, v) for k,v in versions().items()]
+    if run: get_recipe(recipe)
     tell('looking at devices and caches')
-    rows += [r for o in _devices() for r in _device_rows(o)] + [*_cache_rows(), *_packages(), *_state_rows(*state)]
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # of imports
+        devices = [*_devices()]
+        found = [r for o in devices for r in _device_rows(o)]
+    state = _now(device or devices[0])
+    rows = [_row('versions', 'python', sys.version.split()[0])] + [_row('versions', k, v) for k,v in versions().items()]
+    rows += found + [*_cache_rows(), *_packages(), *_state_rows(*state)]
     res = Doctor(rows)
     if not run: res.notes.append('the trial was left out: how small a difference this machine can see is not known')
     else: _add_trial(res, trial(recipe, n, budget, device, folder, tell))
