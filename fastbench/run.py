@@ -7,6 +7,7 @@ __all__ = ['epoch_values', 'Watch', 'run_recipe']
 
 # %% ../nbs/40_run.ipynb #4f9ec3fa
 import math, time, traceback, warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,8 +22,9 @@ import fastbench.schedule  # adds fit_linear
 from .callback.profiler import Profiler
 from .callback.limit import FirstBatches
 from .callback.target import TimeToAccuracy
-from .environment import device_info, environment, machine_state, warnings_between
+from .environment import device_info, environment
 from .learner import bench_learner
+from .noise import glance, machine_state, noise, warnings_between
 from .phases import to_dict
 from .recipe import Recipe, UserError, get_recipe
 from .record import Run, plain
@@ -45,8 +47,10 @@ class Watch(Callback):
     def __init__(self,
         tell=None, # Called with a dict: epoch, epochs, step, steps, phase, values
         stop=None, # Called after each step: True ends the fit
+        look=None, # Called after an epoch, at most every 5 seconds: what is to be seen of the machine
     ):
-        self._tell,self._stop,self._next,self._history = tell or (lambda o: None),stop or (lambda: False),0.,[]
+        self._tell,self._stop,self._look,self._next,self._history = tell or (lambda o: None),stop or (lambda: False),look,0.,[]
+        self._looked,self.seen = -math.inf,[]
         self.diverged = self.stopped = False
 
     def after_batch(self):
@@ -64,6 +68,9 @@ class Watch(Callback):
         self._history.append(values)
         self.diverged |= any(not math.isfinite(v) for k,v in values.items() if k.endswith('loss'))
         self._tell(dict(epoch=self.epoch, epochs=self.n_epoch, phase='epoch', values=values))
+        if self._look and time.monotonic() > self._looked + 5:
+            self.seen.append(self._look())
+            self._looked = time.monotonic()
         if self.diverged: raise CancelFitException
 
 # %% ../nbs/40_run.ipynb #8ec86d09
@@ -140,7 +147,7 @@ def _on_test(learn):
     return dict(zip(['loss', *(o.name for o in learn.metrics)], map(float, values)))
 
 def _train(learn, r, run, tell, stop, device):
-    watch,goal = Watch(tell, stop),TimeToAccuracy(r.target, tell=lambda o: None) if r.target else None
+    watch,goal = Watch(tell, stop, partial(glance, device)),TimeToAccuracy(r.target, tell=lambda o: None) if r.target else None
     learn.profile(flops=bool(goal)).add_cbs([watch] + ([FirstBatches(r.batches)] if r.batches else []) + ([goal] if goal else []))
     before = machine_state(device)
     tell(dict(phase='fit'))
@@ -156,7 +163,9 @@ def _train(learn, r, run, tell, stop, device):
     run.metrics = dict(run.epochs[-1]) if run.epochs else {}
     if goal: _goal(run, goal)
     if run.status == 'ok' and learn.dls.info.get('test'): run.extra['test'] = _on_test(learn)
-    run.warnings += warnings_between(before, machine_state(device))
+    after = machine_state(device)
+    run.extra['noise'] = noise(before, after)
+    run.warnings += warnings_between(before, after, watch.seen)
 
 # %% ../nbs/40_run.ipynb #afff5e48
 def _goal(run, goal):

@@ -37,3 +37,16 @@ def no_hub(monkeypatch):
     "The hub is not asked, in this process and in those that it starts"
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
     monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+
+
+@pytest.fixture
+def cgroup(tmp_path):
+    "Files of a control group: what `root=` and `membership=` stand for"
+    def make(membership, **files):
+        (tmp_path/'membership').write_text(membership)
+        for name, text in files.items():
+            path = tmp_path/name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return dict(root=tmp_path, membership=tmp_path/'membership')
+    return make

@@ -47,7 +47,7 @@ def test_recipe_as_really_run(run):
     want = plain(vars(get_recipe('digits-xresnet18', epochs=2, batches=2, workers=0, bs=32, size=8, sample=.2, seed=8)))
     assert run.recipe == want | dict(min_scale=1., flip=0.)  # as suits the digits
     assert (run.repeat, run.seed, run.recipe['seed'], run.data['seed']) == (3, 8, 8, 8)
-    assert run.status == 'ok' and run.error is None and run.seconds > 0 and run.schema == 1 and run.extra == {}
+    assert run.status == 'ok' and run.error is None and run.seconds > 0 and run.schema == 1 and set(run.extra) == {'noise'}
 
 
 def test_data_weights_precision_device(run):
@@ -128,7 +128,9 @@ def test_warnings_of_others_go_their_way(monkeypatch):
 def test_a_disturbed_machine_is_told(monkeypatch):
     states = iter([dict(clock=0., swapped=0), dict(clock=2., swapped=2**30)])
     monkeypatch.setattr(module, 'machine_state', lambda device: next(states))
-    assert [o for o in train().warnings if o.startswith('swapping')]
+    monkeypatch.setattr(module, 'glance', lambda device: dict(on_battery=True))
+    run = train()
+    assert [o.split(':')[0] for o in run.warnings if o.startswith(('swapping', 'on battery'))] == ['swapping', 'on battery'] and run.extra['noise'] == dict(seconds=2., swapped=2**30)
 
 
 # How it ended
