@@ -35,6 +35,7 @@ def run(
     fields:Annotated[Optional[list[str]], typer.Option('--set', metavar='FIELD=VALUE', help='Any other field of the recipe; may be repeated.')]=None,
     out:Out=Path(FOLDER),
     plot:Annotated[Optional[Path], typer.Option(help='With suite fp16: write its charts here, as PNG or SVG.')]=None,
+    energy:Annotated[bool, typer.Option('--energy', help='Count joules of each epoch, where the machine can; needs the extra `energy`.')]=False,
     offline:Annotated[bool, typer.Option('--offline', help='Never open a connection.')]=False,
     as_json:Json=False,
 ):
@@ -48,7 +49,7 @@ def run(
     todo = [o for name in names or ['quick'] for o in variants(name)]
     check_folder(out)
     refused = {}
-    paths,code = run_all(todo, repeats, out, refused, device=device, offline=offline)
+    paths,code = run_all(todo, repeats, out, refused, device=device, offline=offline, energy=energy)
     kept = [load(o) for o in paths]
     if as_json: print_json([full(o) for o in kept])
     else: print_runs(kept, repeats)
