@@ -743,6 +743,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastbench.exhibits._at': ('exhibits.html#_at', 'fastbench/exhibits.py'),
                                     'fastbench.exhibits._bars': ('exhibits.html#_bars', 'fastbench/exhibits.py'),
                                     'fastbench.exhibits._cut': ('exhibits.html#_cut', 'fastbench/exhibits.py'),
+                                    'fastbench.exhibits._first_of': ('exhibits.html#_first_of', 'fastbench/exhibits.py'),
                                     'fastbench.exhibits._lines': ('exhibits.html#_lines', 'fastbench/exhibits.py'),
                                     'fastbench.exhibits._mean_of': ('exhibits.html#_mean_of', 'fastbench/exhibits.py'),
                                     'fastbench.exhibits._picture': ('exhibits.html#_picture', 'fastbench/exhibits.py'),
