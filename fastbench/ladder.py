@@ -10,6 +10,7 @@ import json
 from random import Random
 
 from .phases import from_dict, middle, stats
+from .precision import warned
 from .recipe import Ladder, UserError, get_ladder, ladders
 from .sheet import Sheet
 from .table import seconds
@@ -97,7 +98,7 @@ class Climb(Sheet):
         if left: self.notes.append(f'not run: {", ".join(left)}')
         peak = next((r['peak'] for r in self.rows if r.get('peak')), None)
         if peak: self.notes.append(f'of peak: FLOPs of training a second, against {peak/1e9:,.0f} GFLOP/s that this machine reached on a matrix product')
-        self.notes += [o for o in dict.fromkeys(w for r in runs for w in r.warnings) if 'never reached' not in o]
+        self.notes += [o for o in warned(runs) if 'never reached' not in o]
 
     def cells(self):
         sheet = Sheet()
