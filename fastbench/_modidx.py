@@ -1134,6 +1134,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastbench.showdoc.ShowDocs.__init__': ('showdoc.html#showdocs.__init__', 'fastbench/showdoc.py'),
                                    'fastbench.showdoc._cell': ('showdoc.html#_cell', 'fastbench/showdoc.py'),
                                    'fastbench.showdoc._decorated': ('showdoc.html#_decorated', 'fastbench/showdoc.py'),
+                                   'fastbench.showdoc._return_comment': ('showdoc.html#_return_comment', 'fastbench/showdoc.py'),
                                    'fastbench.showdoc._star_comments': ('showdoc.html#_star_comments', 'fastbench/showdoc.py'),
                                    'fastbench.showdoc._targets': ('showdoc.html#_targets', 'fastbench/showdoc.py'),
                                    'fastbench.showdoc.default_name': ('showdoc.html#default_name', 'fastbench/showdoc.py'),

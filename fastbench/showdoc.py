@@ -66,6 +66,7 @@ class ParameterTable(DocmentTbl):
         comments = _star_comments(target) if {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL} & {*kinds.values()} else {}
         for k in comments:
             if k in kinds and self.dm[k].docment is empty: self.dm[k].docment = comments[k]
+        if 'return' in self.dm and self.dm['return'].docment in (None, empty): self.dm['return'].docment = _return_comment(target) or empty
         self.params = [k for k in kinds if k not in ('self', 'cls')]
 
     @property
@@ -103,6 +104,16 @@ def _star_comments(func):
     try: lines = inspect.getsource(func).splitlines()
     except (OSError, TypeError): return {}
     return {m[1]: m[2].strip() for o in lines if (m := re.match(r'[^#]*\*\*?(\w+)[^#]*,?\s*#\s*(.+)$', o))}
+
+def _return_comment(func):
+    "The comment at the end of a signature that names no type"
+    try: lines = inspect.getsource(func).splitlines()
+    except (OSError, TypeError): return ''
+    for o in lines:
+        m = re.match(r'\s*(?:(?:async )?def [^#]*|[^#]*)\)\s*(?:->[^#]*)?:\s*(?:#\s*(.+))?$', o)
+        if m: return m[1] or ''
+        if re.match(r'\s*(?:async )?def .*\).*:\s*\S', o): return ''
+    return ''
 
 # %% ../nbs/61_showdoc.ipynb #544e1bba
 def signature(name:str, # As one calls it: 'compare', 'Run.as_dict'
@@ -143,7 +154,8 @@ class Documented:
     @property
     def body(self): # Markdown
         "Without the heading"
-        table = '' if isinstance(self.sym, (property, cached_property)) else str(ParameterTable(self.sym))
+        what = _return_comment(plain_function(self.sym)) if isinstance(self.sym, (property, cached_property)) else None
+        table = str(ParameterTable(self.sym)) if what is None else what and f'A property: {what}'
         return '\n\n'.join(filter(None, [f'```python\n{signature(self.name, self.sym)}\n```', self.docs, table]))
 
     def _repr_markdown_(self): return f"{'#'*self.title_level} {self.name}\n\n{self.body}"
