@@ -35,9 +35,9 @@ def split(url, page):
     return '/'.join(parts), unquote(u.fragment)
 
 
-def dead(site):
-    "'page: link' of every reference within `site` that leads nowhere"
-    site, pages, res = Path(site), read(site), []
+def dead(site, pages=None):
+    "'page: link' of every reference within `site` that leads nowhere; `pages` is what `read` gave, if it was read"
+    site, pages, res = Path(site), read(site) if pages is None else pages, []
     for page, html in pages.items():
         if page == '404.html': continue  # its links are seen from the root of a host
         for tag, url in html.refs:

@@ -95,6 +95,7 @@ class Site:
         for page, text in (('reference/commands.md', reference.commands_page(self.names)), ('reference/recipes.md', reference.recipes_page()),
                            ('reference/run-fields.md', reference.run_page(self.root)), ('reference/names.md', reference.names_page(self.names))):
             self.add(page, *(linked(text, page, self.names, twin=twin) for twin in (False, True)))
+        self.texts['reference/names.md'] = '---\nsearch:\n  exclude: true\n---\n\n' + self.texts['reference/names.md']  # else each name is found twice
         for part, title in SECTIONS.items():
             mine = [b for b in self.books if b.page.startswith(f'{part}/')]
             if mine: self.add(f'{part}/index.md', f'# {title}\n\n' + '\n'.join(f'- [{b.title}]({b.page.split("/")[-1]}): {b.subtitle}' for b in mine) + '\n', about=f'All {part}')

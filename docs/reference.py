@@ -43,7 +43,7 @@ def options(func):
         if args and not isinstance(kind, type): kind = args[0]
         kind = args[0] if getattr(kind, '__origin__', None) is list or (args and kind is list) else getattr(kind, '__args__', [kind])[0]
         argument = type(info).__name__ == 'ArgumentInfo'
-        names = [o for o in info.param_decls or () if o.startswith('-')] or ['--' + k.replace('_', '-')]
+        names = [o for o in (info.default, *(info.param_decls or ())) if isinstance(o, str) and o.startswith('-')] or ['--' + k.replace('_', '-')]
         choices = '|'.join(o.value for o in kind) if isinstance(kind, type) and issubclass(kind, Enum) else ''
         value = info.metavar or choices or SAID.get(type_name(kind), '')
         if info.min is not None and info.max is None and not info.metavar: value += f' from {info.min}'
@@ -171,4 +171,4 @@ def names_page(names):
 def source_page(file, text, back):
     "A file of the repository, line by line"
     links = f'\n\nShown at work: [{back[0]}]({back[1]}).' if back else ''
-    return f'---\nsearch:\n  exclude: true\n---\n\n# {file}{links}\n\n' + fence(text, '{.python linenums="1"}') + '\n'
+    return f'---\nsearch:\n  exclude: true\nhide: [navigation, toc]\n---\n\n# {file}{links}\n\n' + fence(text, '{.python linenums="1"}') + '\n'
