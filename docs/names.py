@@ -80,10 +80,18 @@ class Names:
                 self.reexports = known
                 continue
             source = '\n'.join(o for o in cell.source.splitlines() if not re.match(r'\s*#\|', o))
-            found = [o for o in public_names(source, known) if (b.module, o) not in self.public]
+            found = [o for o in public_names(source, known) if (b.module, o) not in self.public and not self.stands_in(b.module, o)]
             self.cells[b.path, cell.id] = found
             self.public |= {(b.module, o): b for o in found}
             self.files[f"fastbench/{b.module.replace('.', '/')}.py"] = f'source/{b.module}.md'
+
+    def stands_in(self, module, name):
+        "Is it a method that takes the place of another (of an event of fastai), and says no more than that one?"
+        owner, _, method = name.rpartition('.')
+        o = self.obj(module, owner) if owner else None
+        if not isinstance(o, type) or not (method.startswith(('before_', 'after_')) or any(method in vars(c) for c in o.__mro__[1:])): return False
+        m = vars(o).get(method)
+        return not (getattr(getattr(m, 'fget', None) or getattr(m, '__func__', m), '__doc__', None) or '').strip()
 
     @cached_property
     def lines(self): return {m: lines_of((self.root/f"fastbench/{m.replace('.', '/')}.py").read_text(encoding='utf-8')) for m in {m for m, _ in self.public}}

@@ -7,14 +7,14 @@ __all__ = ['type_name', 'default_name', 'plain_function', 'documented', 'Paramet
            'public_names', 'lookup', 'ShowDocs']
 
 # %% ../nbs/61_showdoc.ipynb #cec7da54
-import ast, inspect, re
+import ast, inspect, re, sys
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cached_property
 from importlib import import_module
 from textwrap import fill
 
-from fastcore.docments import DocmentTbl, ann_parts, empty
+from fastcore.docments import DocmentTbl, ann_parts, docments, empty
 
 # %% ../nbs/61_showdoc.ipynb #9960ec04
 def type_name(anno # An annotation, or `inspect.Parameter.empty`
@@ -35,7 +35,8 @@ def default_name(value # Of a parameter
     return text if len(text) < 60 else '...'
 
 # %% ../nbs/61_showdoc.ipynb #71a0021c
-def plain_function(o):
+def plain_function(o # Property, method or function
+    ): # The function; `o` itself where nothing is around it
     "What is behind a property, a class method, a wrapper"
     o = o.fget if isinstance(o, property) else getattr(o, 'func', o) if isinstance(o, cached_property) else o
     return getattr(o, '__func__', o)
@@ -66,8 +67,25 @@ class ParameterTable(DocmentTbl):
         comments = _star_comments(target) if {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL} & {*kinds.values()} else {}
         for k in comments:
             if k in kinds and self.dm[k].docment is empty: self.dm[k].docment = comments[k]
-        if 'return' in self.dm and self.dm['return'].docment in (None, empty): self.dm['return'].docment = _return_comment(target) or empty
         self.params = [k for k in kinds if k not in ('self', 'cls')]
+        self._tail(target, _return_comment(target), kinds)
+        for o in _inherited(target): self._fill(_docments_of(o))
+
+    def _tail(self, target, text, kinds):
+        "What the comment at the end of a signature says of parameters, and what is left of it, of the result"
+        parts = [(o, re.match(r'(\w+): (.+)', o), re.match(r'[Aa]s for `([\w.]+)`$', o)) for o in text.split('; ') if o]
+        told = [(o, m, like) for o,m,like in parts if (m and m[1] in kinds) or like]
+        for v in self.dm.values():
+            if told and v.docment == text: v.docment = empty  # docments takes it for that of the last parameter
+        self._fill({m[1]: m[2] for _,m,like in told if not like})
+        for _,_,like in told:
+            if like: self._fill(_docments_of(getattr(target, '__globals__', {}).get(like[1])))
+        rest = '; '.join(o for o,m,like in parts if (o,m,like) not in told)
+        if 'return' in self.dm: self.dm['return'].docment = rest if rest and (told or self.dm['return'].docment in (None, empty)) else self.dm['return'].docment if not told else empty
+
+    def _fill(self, docs):
+        for k,v in docs.items():
+            if k in self.dm and k != 'return' and self.dm[k].docment in (None, empty) and v: self.dm[k].docment = v
 
     @property
     def missing(self): # Names; `*args` and `**kwargs` that are handed on are free to say nothing
@@ -104,6 +122,14 @@ def _star_comments(func):
     try: lines = inspect.getsource(func).splitlines()
     except (OSError, TypeError): return {}
     return {m[1]: m[2].strip() for o in lines if (m := re.match(r'[^#]*\*\*?(\w+)[^#]*,?\s*#\s*(.+)$', o))}
+
+def _docments_of(o): return docments(documented(o) or o if inspect.isclass(o) else o) if callable(o) else {}
+
+def _inherited(func):
+    "The methods that a method stands in for"
+    owner,_,name = getattr(func, '__qualname__', '').rpartition('.')
+    owner = getattr(sys.modules.get(getattr(func, '__module__', '')), owner, None) if owner else None
+    return [plain_function(vars(o)[name]) for o in owner.__mro__[1:] if name in vars(o)] if inspect.isclass(owner) else []
 
 def _return_comment(func):
     "The comment at the end of a signature that names no type"
