@@ -11,7 +11,8 @@ __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile',
            'BenchLearner', 'augmented', 'vision_dls', 'timm_learner', 'xresnet_learner', 'torchvision_learner',
            'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner', 'load_hf_learner', 'TextDL', 'lm_dls',
            'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter', 'layer_decay',
-           'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'report']
+           'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'doctor', 'report', 'suite', 'Energy',
+           'LogPhases']
 
 # %% ../nbs/60_all.ipynb #9a69330d
 from .callback.amp import MixedPrecision
@@ -19,13 +20,16 @@ from .callback.channelslast import ChannelsLast
 from .callback.checkpointing import GradientCheckpointing
 from .callback.compiling import Compile
 from .callback.ema import EMACallback
+from .callback.energy import Energy
 from .callback.half import HalfPrecision
 from .callback.limit import FirstBatches
+from .callback.logger import LogPhases
 from .callback.profiler import Profiler
 from .callback.target import TimeToAccuracy
 from .callback.tta import FlipTTA
 from .ab import ab
 from .compare import compare
+from .doctor import doctor
 from .ladder import Climb, ladder
 from .learner import bench_learner
 from .muon import muon
@@ -36,6 +40,7 @@ from .report import report
 from .run import run_recipe
 from .query import export, runs, steps
 from .store import find, load, save
+from .suite import suite
 from .table import Table
 from .text.data import HFTextBlock, hf_dls
 from .text.learner import hf_learner, load_hf_learner
@@ -59,4 +64,4 @@ _all_ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile', '
          'register_ladder', 'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs', 'steps', 'export', 'save', 'Table', 'BenchLearner', 'augmented',
          'vision_dls', 'timm_learner', 'xresnet_learner', 'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner',
          'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter', 'layer_decay',
-         'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'report']
+         'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'doctor', 'report', 'suite', 'Energy', 'LogPhases']

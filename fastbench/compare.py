@@ -130,12 +130,6 @@ class Compared(Sheet):
         times = {(r['phase'], r['action']) for r in self.rows if r['kind'] == 'time'}
         return shown_above({k: v for k,v in self.verdicts.items() if k in times}, limit)
 
-    @property
-    def frame(self): # A pandas DataFrame
-        "The rows"
-        import pandas as pd
-        return pd.DataFrame(self.rows)
-
     def to_json(self)->str:
         "Title, rows (with the fields of `compare_times`), accuracy, differences, notes, ids of the Runs"
         more = {k: getattr(self, k) for k in ('paired', 'threshold', 'level', 'on', 'accuracy', 'faster_but_worse', 'differences', 'environment', 'meant')}
@@ -155,7 +149,7 @@ def _shown(r):
 def _compared_cells(self):
     sheet = Sheet()
     sheet.columns,sheet.rows = self.columns,[_shown(r) for r in self.rows]
-    return sheet._cells()
+    return sheet.cells()
 
 def _compared_about(self, a, b, least, some, tiny):
     "What stands in the table, and how it was made"
@@ -196,7 +190,7 @@ def _compared_trouble(self):
             for o in r.warnings: said.setdefault((name, str(o).split(':')[0]), []).append(o)
     for (name,_),os in said.items(): yield f'warning ({len(os)} of {len(getattr(self, name.lower()))} Runs of {name}): {os[0]}'
 
-Compared._cells,Compared._about,Compared._quality,Compared._where,Compared._trouble = _compared_cells,_compared_about,_compared_quality,_compared_where,_compared_trouble
+Compared.cells,Compared._about,Compared._quality,Compared._where,Compared._trouble = _compared_cells,_compared_about,_compared_quality,_compared_where,_compared_trouble
 
 # %% ../nbs/46_compare.ipynb #e6714cf5
 def compare(a, # `Run`s, a folder, a file, an id, the beginning of ids; or a list of these

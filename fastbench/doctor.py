@@ -184,8 +184,8 @@ class Doctor(Sheet):
                  spread=None, # As of `spread`
         ): self.rows,self.times,self.sight,self.spread,self.notes = rows,times,sight,spread,[]
 
-    def _cells(self):
-        head,body = super()._cells()
+    def cells(self):
+        head,body = super().cells()
         last = [None] + [o[0] for o in body[:-1]]
         return head,[['' if o[0] == before else o[0], *o[1:]] for o,before in zip(body, last)]
 

@@ -136,10 +136,12 @@ def _told(s, phase):
     calm = sorted(x for x,w in zip(st['seconds'], st['warm']) if not w) or sorted(st['seconds'])
     return f"{times(len(st['at']), 'step')}, median {seconds(calm[len(calm)//2])}, {sum(st['warm'])} warm-up, {sum(st['slow'])} slow"
 
+def _first_of(have, most): return f' The first {most} of {len(have)} Runs.' if len(have) > most else ''
+
 def _spreads(have, phase, colours, most=24):
     few = have[:most]
     alt = f'How long steps of {PHASES[phase]} take: ' + '; '.join(f'{s.mark} {_told(s, phase)}' for s in few)
-    said = ('Histogram of the steps' if len(few) == 1 else 'Box: the middle half; line: median; whiskers: 5% to 95%; triangles: slow steps') + '. Warm-up left out.' + (f' The first {most} of {len(have)} Runs.' if len(have) > most else '')
+    said = ('Histogram of the steps' if len(few) == 1 else 'Box: the middle half; line: median; whiskers: 5% to 95%; triangles: slow steps') + '. Warm-up left out.' + _first_of(have, most)
     return _picture(lambda ax: plot_distribution([s.profile for s in few], [s.mark for s in few], phase, ax, [series(colours[s.side]) for s in few]), 2.3 if len(few) == 1 else 1.1 + .25*len(few), f'd{phase}', alt, said)
 
 def _lines(have, phase, colours, points=500):
@@ -168,16 +170,19 @@ def step_by_step(sides:list, # `Side`s
 # %% ../nbs/46_exhibits.ipynb #6a17c9a1
 def ends(sides:list, # `Side`s
          metric:str|None, # What to draw against time
-         most:int=60, # Runs
+         most:int=60, # Runs in the picture of accuracy
+         bars:int=24, # Runs in that of memory
     )->list: # Elements
     "Accuracy against seconds, and memory"
     pics,alls = [],[s for side in sides for s in side.all if s.run.status != 'diverged']
-    if have := [s for s in alls if metric and curve(s.run, metric)][:most]:
+    if every := [s for s in alls if metric and curve(s.run, metric)]:
+        have = every[:most]
         best = '; '.join(f'{s.mark} {figure_of(curve(s.run, metric)[-1][1], metric)} after {seconds(curve(s.run, metric)[-1][0])}' for s in have[:20])
-        pics.append(_picture(lambda ax: plot_accuracy([s.run for s in have], metric, [s.side for s in have], ax), 2.5, 'a', f'{short(metric)} against seconds: {best}', own(short(metric)), ' after each epoch, against the seconds that it took'))
-    if mem := [s for s in alls if s.timed and peaks_of(s.profile)][:24]:
+        pics.append(_picture(lambda ax: plot_accuracy([s.run for s in have], metric, [s.side for s in have], ax), 2.5, 'a', f'{short(metric)} against seconds: {best}', own(short(metric)), f' after each epoch, against the seconds that it took.{_first_of(every, most)}'))
+    if every := [s for s in alls if s.timed and peaks_of(s.profile)]:
+        mem = every[:bars]
         alt = 'Peak memory: ' + '; '.join(f"{s.mark} {peaks_of(s.profile).get('host', 0)/2**20:,.0f} MiB" for s in mem)
-        pics.append(_picture(lambda ax: plot_memory([s.profile for s in mem], [s.mark for s in mem], ax), 1.05 + .26*len(mem), 'm', alt, 'Peak memory' + ('; hollow: at least so much' if any(not peaks_of(s.profile)['exact'] for s in mem) else '')))
+        pics.append(_picture(lambda ax: plot_memory([s.profile for s in mem], [s.mark for s in mem], ax), 1.05 + .26*len(mem), 'm', alt, 'Peak memory' + ('; hollow: at least so much' if any(not peaks_of(s.profile)['exact'] for s in mem) else '') + '.' + _first_of(every, bars)))
     return [tag('div', *pics, cls='pics')]*bool(pics)
 
 # %% ../nbs/46_exhibits.ipynb #335d001b

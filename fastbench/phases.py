@@ -234,6 +234,11 @@ def padding(profile:Profile # What was measured
     tokens,slots = stats(train, 'tokens')['total'],stats(train, 'slots')['total']
     return 1 - tokens/slots if slots else None
 
+def _energy(e):
+    if 'epochs' not in e: return e.get('why', 'no energy was measured')
+    each = [sum(o.values()) for o in e['epochs']]
+    return f"energy: {sum(each)/len(each):,.4g} J an epoch ({', '.join(dict.fromkeys(k for o in e['epochs'] for k in o))})"
+
 def notes(profile:Profile # What was measured
     )->list: # A line each
     "What the table cannot say: warm-up, tokens, memory, efficiency, how fits ended"
@@ -250,5 +255,6 @@ def notes(profile:Profile # What was measured
     if e := facts.get('efficiency'):
         res.append(f"{_si(e['flops_per_sample'])}FLOPs a sample, {_si(e['flops_per_second'])}FLOP/s: {e['share']:.1%} of the "
                    f"{_si(e['peak'])}FLOP/s that this machine multiplies at most in {e['precision']}")
+    if isinstance(e := facts.get('energy'), dict): res.append(_energy(e))
     if n := facts.get('interrupted'): res.append(f'{n} fit(s) ended by an error or an interrupt; what was measured until then is here')
     return res

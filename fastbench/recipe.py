@@ -217,6 +217,8 @@ register(Recipe('imdb-roberta', 'RoBERTa-base on a fifth of IMDB, at a rate at w
     [('SageMaker T4', 'fp16', 596.8), ('SageMaker T4', 'fp32', 1525, None, 8), ('Colab Pro P100', 'fp16', 828.9), ('Colab Pro P100', 'fp32', 877.0, None, 8),
      ('Colab Pro high-RAM P100', 'fp16', 842.3), ('Colab Pro high-RAM P100', 'fp32', 885.7, None, 8), ('Colab Pro high-RAM T4', 'fp16', 647.7),
      ('Colab Pro high-RAM T4', 'fp32', 1602, None, 8)])
+for name,changes,took in [('imagenette-xse_resnet50', dict(bs=48, epochs=2), 1330), ('imagenette-xresnet18', dict(bs=48, epochs=2), 146.2), ('imdb-roberta', dict(bs=12, epochs=1, sample=.1), 626.3)]:
+    register(get_recipe(name, name=f'{name}-small', about=f'{name} for a GPU of 12 GB: smaller batches, fewer epochs', **changes), [('Colab free K80', 'fp16', took)])
 _imdb = _hf | dict(arch='distilbert-base-uncased', pretrained=True, data='imdb', split='pooled', bs=12, epochs=3, lr=5e-5, seed=123, schedule='flat', precision='fp32')
 register(Recipe('imdb-distilbert', 'DistilBERT on IMDB, 35,000 reviews to train, sorted by length', **_imdb), [('A100', 'fp32', 1357.8, .9143), ('A100', 'fp16', 525, .922)])
 _tiny = _hf | dict(arch='distilbert-tiny', epochs=3, lr=2e-3, precision='fp32')
@@ -228,6 +230,7 @@ register(Recipe('docstrings-lstm', 'word-level language model on docstrings: LST
 
 register_suite('quick', 'digits-xresnet18', 'photos-xresnet18', 'docstrings-distilbert')
 register_suite('colab', 'imagenette-xse_resnet50', 'imagenette-xresnet18', 'imagenette-xse_resnext50', 'imagenette-timm_resnet50', 'imdb-roberta')
+register_suite('colab-small', 'imagenette-xse_resnet50-small', 'imagenette-xresnet18-small', 'imdb-roberta-small')
 register_suite('wikitext', *(f'wikitext2-{o}' for o in ('lstm', 'gru', 'rnn')), variants=[dict(precision='fp32'), dict(precision='mixed')])
 register_suite('fp16', *(f'cifar100-resnet{n}' for n in (18, 34, 50, 101, 152)),
     variants=[dict(precision='fp32'), dict(precision='mixed'), dict(precision='fp32', bs='largest'), dict(precision='mixed', bs='largest')])

@@ -185,10 +185,10 @@ def from_head(text:str, # The beginning of what `to_json` wrote
 def title(self:Run)->str: # recipe, precision, device, data
     "What ran where, in one line"
     p,d = self.precision,self.data
-    prec = p.get('effective') or self.recipe.get('precision', '')
+    prec = str(p.get('effective') or self.recipe.get('precision', ''))
     if p.get('asked') not in (None, p.get('effective')): prec += f" (asked: {p['asked']})"
-    data = d.get('name', '') + (f" (asked: {d['asked']})" if d.get('asked') not in (None, d.get('name')) else '')
-    return ' · '.join(o for o in (self.recipe.get('name', ''), prec, self.device.get('name', ''), data, f"batch {self.recipe.get('bs')}") if o)
+    data = str(d.get('name', '')) + (f" (asked: {d['asked']})" if d.get('asked') not in (None, d.get('name')) else '')
+    return ' · '.join(str(o) for o in (self.recipe.get('name', ''), prec, self.device.get('name', ''), data, f"batch {self.recipe.get('bs')}") if o)
 
 @patch(as_prop=True)
 def table(self:Run): # A `Table`, without rows if nothing was measured or the Run diverged

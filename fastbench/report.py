@@ -62,7 +62,7 @@ def _restyled(ax, c):
     for o in ax.get_yticklabels(): o.set_fontsize(9)
 
 def _compared(c, key, folded):
-    head,body = c._cells()
+    head,body = c.cells()
     at = head.index('verdict') if 'verdict' in head else None
     marked = [[tag('span', o, cls=_classes.get(o, 'sub')) if i == at else o for i,o in enumerate(row)] for row in body]
     rows = table(head, marked, 2, 'Comparison, phase by phase')

@@ -19,6 +19,7 @@ from fastai.torch_core import set_seed
 
 import fastbench.callback.profiler  # adds profile
 import fastbench.schedule  # adds fit_linear
+from .callback.energy import Energy
 from .callback.profiler import Profiler
 from .callback.limit import FirstBatches
 from .callback.target import TimeToAccuracy
@@ -83,6 +84,7 @@ def run_recipe(recipe:str|Recipe, # What to run
                device=None, # Where; fastai's default device if None
                offline:bool=False, # Never open a connection
                repeat:int=0, # Which repeat this is; its seed is the recipe's plus this
+               energy:bool=False, # Count joules of each epoch, where the machine can
                tell=None, # Called with a dict now and then: how far it is
                stop=None, # Called after each step: True ends the fit
                **changes, # New values of the recipe's fields
@@ -100,7 +102,7 @@ def run_recipe(recipe:str|Recipe, # What to run
     run.environment = environment()
     if learn:
         _describe(run, r, learn)
-        _train(learn, r, run, tell, stop, device)
+        _train(learn, r, run, tell, stop, device, energy)
     return run
 
 def _failed(run, e):
@@ -142,13 +144,13 @@ def _fit(learn, r, stop):
 
 def _on_test(learn):
     "Loss and metrics on a set that nothing was chosen by"
-    learn.remove_cbs([Profiler, Watch, FirstBatches, TimeToAccuracy, SaveModelCallback])
+    learn.remove_cbs([Profiler, Watch, FirstBatches, TimeToAccuracy, Energy, SaveModelCallback])
     with learn.no_bar(), learn.no_logging(): values = learn.validate(2)
     return dict(zip(['loss', *(o.name for o in learn.metrics)], map(float, values)))
 
-def _train(learn, r, run, tell, stop, device):
+def _train(learn, r, run, tell, stop, device, energy):
     watch,goal = Watch(tell, stop, partial(glance, device)),TimeToAccuracy(r.target, tell=lambda o: None) if r.target else None
-    learn.profile(flops=bool(goal)).add_cbs([watch] + ([FirstBatches(r.batches)] if r.batches else []) + ([goal] if goal else []))
+    learn.profile(flops=bool(goal)).add_cbs([watch] + ([FirstBatches(r.batches)] if r.batches else []) + ([goal] if goal else []) + ([Energy()] if energy else []))
     before = machine_state(device)
     tell(dict(phase='fit'))
     start = time.perf_counter()

@@ -15,12 +15,13 @@ class Sheet:
     columns = () # (key, heading, format of a value that is not None)
     title,rows,notes,runs,missing,left = '',(),(),(),{},1 # missing: key -> what stands where there is no value; left: columns that are flush left
 
-    def _cells(self):
+    def cells(self)->tuple: # Headings, rows of text
+        "What the table prints; a column without a value stays away"
         cols = [o for o in self.columns if any(r.get(o[0]) is not None for r in self.rows)]
         return [h for _,h,_ in cols], [[self.missing.get(k, '') if r.get(k) is None else f(r[k]) for k,_,f in cols] for r in self.rows]
 
     def __str__(self):
-        head,body = self._cells()
+        head,body = self.cells()
         widths = [max(map(len, o)) for o in zip(head, *body)]
         def line(o): return '  '.join(c.ljust(w) if i < self.left else c.rjust(w) for i,(c,w) in enumerate(zip(o, widths))).rstrip()
         return '\n'.join([self.title, line(head), *map(line, body), *self.notes])
@@ -29,13 +30,13 @@ class Sheet:
 
     def to_markdown(self)->str:
         "A GitHub table with the notes below it"
-        head,body = self._cells()
+        head,body = self.cells()
         def line(o): return '| ' + ' | '.join(str(c).replace('|', '\\|') for c in o) + ' |'
         rule = line(['---']*self.left + ['---:']*(len(head)-self.left))
         return '\n'.join([f'**{self.title}**', '', line(head), rule, *map(line, body), '', *(f'- {o}' for o in self.notes)])
 
     def _repr_html_(self):
-        head,body = self._cells()
+        head,body = self.cells()
         def row(cells, tag): return '<tr>' + ''.join(f'<{tag}>{escape(str(c))}</{tag}>' for c in cells) + '</tr>'
         notes = ''.join(f'<div>{escape(o)}</div>' for o in self.notes)
         return f'<b>{escape(self.title)}</b><table>{row(head, "th")}{"".join(row(o, "td") for o in body)}</table>{notes}'
@@ -43,6 +44,12 @@ class Sheet:
     def to_json(self)->str:
         "Title, rows, notes, ids of the Runs"
         return json.dumps(dict(title=self.title, rows=self.rows, notes=self.notes, runs=[r.id for r in self.runs]), indent=1)
+
+    @property
+    def frame(self): # A pandas DataFrame
+        "The rows"
+        import pandas as pd
+        return pd.DataFrame(self.rows)
 
     def to_csv(self)->str:
         "A line a row: seconds, bytes, shares"

@@ -153,18 +153,18 @@ def complain(e): # e: the error
     print(f"fastbench: {' '.join(str(e).split())}", file=sys.stderr)
     return 3 if isinstance(e, NotComparable) else 4 if isinstance(e, (DataUnavailable, NotKept, CannotStart)) else 2
 
-def run_all(todo, repeats, out, refused=None, **options): # todo: recipes; repeats: of each; out: folder of the Runs; refused: recipe -> why it cannot run, filled in; options: of `launch`
+def run_all(todo, repeats, out, refused=None, shuffle=False, **options): # todo: recipes; repeats: of each; out: folder of the Runs; refused: recipe -> why it cannot run, filled in; shuffle: later rounds in a drawn order; options: of `launch`
     "The files of the Runs, and 0, or the exit code that they do not tell of"
+    from fastbench.ladder import rounds
     from fastbench.launch import Interrupted, launch
     paths,code,refused = [],0,{} if refused is None else refused
-    for i in range(repeats):
-        for r in todo:
-            if r in refused: continue
-            title = r.name + (f' {i+1}/{repeats}' if repeats > 1 else '')
-            try:
-                with progress(title) as tell: paths.append(launch(r, out, tell, repeat=i, **options))
-            except UserError as e: refused[r],code = str(e),max(code, 0 if str(e) in refused.values() else complain(e))
-            except (Interrupted, KeyboardInterrupt) as e: return _stopped(paths, e)
+    for i,r in rounds(todo, repeats, shuffle):
+        if r in refused: continue
+        title = r.name + (f' {i+1}/{repeats}' if repeats > 1 else '')
+        try:
+            with progress(title) as tell: paths.append(launch(r, out, tell, repeat=i, **options))
+        except UserError as e: refused[r],code = str(e),max(code, 0 if str(e) in refused.values() else complain(e))
+        except (Interrupted, KeyboardInterrupt) as e: return _stopped(paths, e)
     return paths,code
 
 def _stopped(paths, e):

@@ -51,10 +51,21 @@ def launched(monkeypatch):
 
 def test_options_become_the_recipe(launched, monkeypatch, capsys, tmp_path):
     code,*_ = command(monkeypatch, capsys, 'run', 'digits-xresnet18', *'--repeats 2 --precision bf16 --batch-size 7 --epochs 3 --batches 5 --device cuda:1 --data auto '
-                      '--workers 1 --seed 9 --offline'.split(), '--out', tmp_path)
+                      '--workers 1 --seed 9 --offline --energy'.split(), '--out', tmp_path)
     want = get_recipe('digits-xresnet18', precision='bf16', bs=7, epochs=3, batches=5, data='auto:digits', workers=1, seed=9)
-    assert code == 0 and launched == [(want, dict(repeat=i, device='cuda:1', offline=True)) for i in range(2)]
+    assert code == 0 and launched == [(want, dict(repeat=i, device='cuda:1', offline=True, energy=True)) for i in range(2)]
     assert [o.seed for o in load_all(tmp_path)[0]] == [9, 10]
+
+
+def test_a_suite_ends_with_its_table(launched, monkeypatch, capsys, tmp_path):
+    code,out,_ = command(monkeypatch, capsys, 'run', 'colab', '--epochs', '1', '--device', 'cpu', '--out', tmp_path, '--plot', tmp_path/'x.png')
+    table = out.partition('\nsuite colab\n')[2]
+    assert code == 0 and '556.4 s' in table and 'epochs 1 instead of 4' in table and (tmp_path/'x.png').stat().st_size > 1000
+    for words,why in ((['digits-xresnet18'], 'none is named'), (['quick', 'colab'], 'several are named')):
+        code,_,err = command(monkeypatch, capsys, 'run', *words, '--out', tmp_path, '--plot', 'x.png')
+        assert code == 2 and why in err and err.count('\n') == 1
+    code,out,_ = command(monkeypatch, capsys, 'run', 'digits-xresnet18', 'photos-xresnet18', '--out', tmp_path)
+    assert '\nsuite ' not in out
 
 
 def test_quick_is_the_default_and_suites_are_recipes(launched, monkeypatch, capsys, tmp_path):

@@ -12,9 +12,10 @@ from torch import nn
 
 import fastbench.schedule  # noqa: F401  (adds fit_linear)
 from fastbench.callback.tta import FlipTTA
-from fastbench.ladder import Climb, ladder_recipes
+from fastbench.ladder import Climb, ladder_recipes, rounds
 from fastbench.learner import bench_learner
 from fastbench.muon import MuonSGD, muon, orthogonal
+from fastbench.phases import Profile, step_columns, to_dict
 from fastbench.recipe import Recipe, Rung, UserError, but, get_ladder, get_recipe, ladders, register_ladder, suites
 from fastbench.record import Run, from_json
 from fastbench.run import run_recipe
@@ -229,9 +230,9 @@ def test_a_target_that_is_never_reached_is_said():
     assert any('accuracy never reached 1 in 2 epochs' in o for o in run.warnings)
 
 
-def made_up(ladder, rung, seconds=None, best=.9, **kwargs):
+def made_up(ladder, rung, seconds=None, best=.9, host='h', **kwargs):
     goal = dict(target=.9, reached=best if seconds else None, seconds=seconds, epochs=3, best=best)
-    return Run(recipe=dict(name=f'{ladder}-{rung}'), data=dict(name='d'), device=dict(name='<b>cpu</b>'), precision=dict(effective='fp32'), extra=dict(goal=goal), **kwargs)
+    return Run(recipe=dict(name=f'{ladder}-{rung}'), data=dict(name='d'), device=dict(name='<b>cpu</b>'), environment=dict(host=host), precision=dict(effective='fp32'), extra=dict(goal=goal), **kwargs)
 
 
 def test_a_climb():
@@ -242,9 +243,9 @@ def test_a_climb():
     rows = {r['rung']: r for r in climb.rows}
     assert list(rows) == ['baseline', 'once', 'main', 'cutout', 'resnet9'], "in the ladder's order"
     assert rows['baseline']['seconds'] == 110 and (rows['baseline']['low'], rows['baseline']['high']) == (100, 120) and rows['baseline']['n'] == 3
-    assert rows['resnet9']['total'] == 11 and rows['main']['total'] is None and rows['resnet9']['published_total'] == 356/79
+    assert rows['resnet9']['total'] == pytest.approx((100*110*120)**(1/3)/10) and rows['main']['total'] is None and rows['resnet9']['published_total'] == 356/79
     text = str(climb)
-    assert 'main: target not reached' in text and 'cutout: failed' in text and 'not run: simple-stem' in text and '11.00x' in text
+    assert 'main: target not reached' in text and 'cutout: failed' in text and 'not run: simple-stem' in text and '10.97x' in text
     assert '<b>cpu' not in climb._repr_html_() and json.loads(climb.to_json())['rows'][0]['rung'] == 'baseline'
     assert climb.to_csv().splitlines()[0].startswith('rung,about,status') and climb.to_markdown().count('\n| ') == 7
     import matplotlib
@@ -252,6 +253,36 @@ def test_a_climb():
     ax = climb.plot()
     assert [o.get_text() for o in ax.get_yticklabels()] == ['baseline', 'once', 'resnet9']
     with pytest.raises(UserError, match='nothing to draw'): Climb(ladder, [made_up('dawn', 'baseline')]).plot()
+
+
+def test_speedups_have_intervals():
+    ladder,slower = get_ladder('dawn'),[1, 1.5, 2, 2.5, 3]
+    def climb(n=5, **kwargs): return Climb(ladder, [made_up('dawn', 'baseline', 100*s, repeat=i) for i,s in enumerate(slower)] +
+                                           [made_up('dawn', 'resnet9', 20*s*(1+.01*(i%2)), repeat=i, **kwargs) for i,s in enumerate(slower[:n])])
+    first,row = climb().rows
+    assert 4.9 < row['total_low'] < row['total'] < row['total_high'] < 5.1 and (first['total'], first['total_low']) == (1, None), 'drift that both had is no spread'
+    assert f"{row['total']:.2f}x ({row['total_low']:.2f} to {row['total_high']:.2f})" in str(climb())
+    for row in (climb(host='other').rows[1], climb(4).rows[1]): assert row['total_low'] < 4 and row['total_high'] > 6
+    assert climb(1).rows[1]['total_low'] is None and climb(1).rows[1]['total'] > 5
+    assert json.loads(climb().to_json())['rows'][1]['total_low'] > 4.9
+
+
+def test_the_step_of_a_rung_is_compared_with_the_rung_before():
+    def run(rung, step, repeat):
+        p = Profile()
+        for _ in range(3): p.steps['train'].add([dict(warmup=0., samples=8., step=step).get(c, 0.) for c in step_columns('train')])
+        return made_up('dawn', rung, 10., repeat=repeat, profile=to_dict(p))
+    climb = Climb(get_ladder('dawn'), [run(o, s*(1+i)*(1+.01*i*(o == 'once')), i) for i in range(3) for o,s in (('baseline', 4.), ('once', 2.), ('resnet9', 1.))])
+    rows = {r['rung']: r for r in climb.rows}
+    assert 'gain_low' in rows['baseline'] and rows['baseline']['gain'] is None
+    assert 1.9 < rows['once']['gain_low'] < rows['once']['gain'] < rows['once']['gain_high'] < 2.1 and rows['resnet9']['gain'] == pytest.approx(2, abs=.03)
+
+
+def test_later_rounds_have_a_drawn_order():
+    got = rounds(list('abcdef'), 4)
+    each = [''.join(r for i,r in got if i == k) for k in range(4)]
+    assert each[0] == 'abcdef' and all(sorted(o) == list('abcdef') for o in each) and len(set(each)) == 4 and got == rounds(list('abcdef'), 4)
+    assert rounds('ab', 2, shuffle=False) == [(0, 'a'), (0, 'b'), (1, 'a'), (1, 'b')]
 
 
 def test_without_the_first_rung_there_is_no_total():

@@ -306,6 +306,12 @@ def test_a_long_run_is_cut_and_says_so(html):
     assert f"the Run kept one in {run.profile['steps']['train']['stride']}" in report(run).html
 
 
+def test_pictures_of_many_runs_say_how_many_they_show(html):
+    text = html('crowd').read_text()
+    assert 'Peak memory. The first 24 of 32 Runs.' in text and 'Warm-up left out. The first 24 of 32 Runs.' in text and 'The first' not in html('repeats').read_text()
+    assert 'The first 60 of 70 Runs.' in report([made(i, n=2) for i in range(70)]).html
+
+
 def test_no_extreme_is_lost():
     r = random.Random(0)
     for n in (1, 2, 499, 500, 501, 1000, 12345):

@@ -21,7 +21,7 @@ from ..terminal import Json, Out, Precision, app, draw, given, run_all
 def ladder(
     name:Annotated[str, typer.Argument(metavar='LADDER', help='Which one; `fastbench list suites` names them.', autocompletion=lambda: list(ladders()))],
     rungs:Annotated[Optional[str], typer.Option(help='Only these, by name, with commas between.')]=None,
-    repeats:Annotated[int, typer.Option(min=1, help='Runs of each rung.')]=1,
+    repeats:Annotated[int, typer.Option(min=1, help='Runs of each rung; two or more give speed-ups an interval.')]=1,
     target:Annotated[Optional[float], typer.Option(help='Validation accuracy to be reached, a share.')]=None,
     precision:Annotated[Optional[Precision], typer.Option(help='Precision of all rungs.')]=None,
     data:Annotated[Optional[str], typer.Option(help='Data source: photos has a version of dawn of its own.')]=None,
@@ -40,7 +40,7 @@ def ladder(
     changes = given(dict(target=target, precision=precision and precision.value, data=data, sample=sample, size=size, epochs=epochs))
     which,todo = ladder_recipes(name, rungs and [o.strip() for o in rungs.split(',')], **changes)
     check_folder(out)
-    paths,code = run_all(todo, repeats, out, device=device, offline=offline)
+    paths,code = run_all(todo, repeats, out, shuffle=True, device=device, offline=offline)
     kept = [load(o) for o in paths]
     climb = Climb(which, kept)
     if as_json: print(climb.to_json())

@@ -34,34 +34,35 @@ def run(
     seed:Annotated[Optional[int], typer.Option(min=0, help='Seed of the first repeat.')]=None,
     fields:Annotated[Optional[list[str]], typer.Option('--set', metavar='FIELD=VALUE', help='Any other field of the recipe; may be repeated.')]=None,
     out:Out=Path(FOLDER),
-    plot:Annotated[Optional[Path], typer.Option(help='With suite fp16: write its charts here, as PNG or SVG.')]=None,
+    plot:Annotated[Optional[Path], typer.Option(help="Write the picture of the suite's table here, as PNG or SVG.")]=None,
+    energy:Annotated[bool, typer.Option('--energy', help='Count joules of each epoch, where the machine can; needs the extra `energy`.')]=False,
     offline:Annotated[bool, typer.Option('--offline', help='Never open a connection.')]=False,
     as_json:Json=False,
 ):
     "Train, measure, and keep a Run of each training."
-    halves = 'fp16' in (names or ())
-    if plot and not halves: raise UserError('--plot draws what suite fp16 shows: `fastbench run fp16 --plot FILE`')
+    shown = [o for o in dict.fromkeys(names or ['quick']) if o in suites()]
+    if plot and len(shown) != 1: raise UserError(f"--plot draws the table of one suite, and {'none is' if not shown else 'several are'} named: `fastbench run fp16 --plot FILE`")
     changes = dict(precision=precision and precision.value, bs=batch_size, memory=memory, sample=sample, epochs=epochs, batches=batches, data=data,
                    workers=workers, seed=seed)
     changes = given(changes) | dict(map(field, fields or ()))
-    def variants(name): return dict.fromkeys(_limited(but(o, **changes), halves) for o in expand([name]))  # an option can make two the same
+    def variants(name): return dict.fromkeys(_limited(but(o, **changes), name) for o in expand([name]))  # an option can make two the same
     todo = [o for name in names or ['quick'] for o in variants(name)]
     check_folder(out)
     refused = {}
-    paths,code = run_all(todo, repeats, out, refused, device=device, offline=offline)
+    paths,code = run_all(todo, repeats, out, refused, device=device, offline=offline, energy=energy)
     kept = [load(o) for o in paths]
     if as_json: print_json([full(o) for o in kept])
     else: print_runs(kept, repeats)
-    if halves and (kept or refused): _halves(kept, refused, plot, as_json)
+    if kept or refused:
+        for o in shown: _suite(o, kept, refused, plot, as_json)
     raise typer.Exit(code or (4 if any(o.status != 'ok' for o in kept) else 0))
 
 # %% ../../nbs/51_command.train.ipynb #a19dea57
-def _limited(recipe, halves): return but(recipe, memory=None) if halves and recipe.bs != 'largest' else recipe
+def _limited(recipe, name): return but(recipe, memory=None) if name == 'fp16' and recipe.bs != 'largest' else recipe
 
-def _halves(kept, refused, plot, as_json):
-    from fastbench.precision import Precisions
-    names = suites()['fp16']
-    table = Precisions([o for o in kept if o.recipe.get('name') in names], [(r, why) for r,why in refused.items() if r.name in names])
+def _suite(name, kept, refused, plot, as_json):
+    from fastbench.suite import suite_table
+    table = suite_table(name, kept, list(refused.items()))
     if not as_json: print(f'\n{table}')
     if plot and any(r['seconds'] for r in table.rows): draw(table, plot)
     elif plot: print('fastbench: no picture: no training went through', file=sys.stderr)
