@@ -185,7 +185,8 @@ def toml(o):
 def render(work):
     "Zensical over `work`"
     got = subprocess.run([sys.executable, '-m', 'zensical', 'build', '--clean', '--strict', '-f', str(work/'zensical.toml')], cwd=work, capture_output=True, text=True)
-    if got.returncode: raise CannotBuild('Zensical failed:\n' + got.stdout[-3000:] + got.stderr[-3000:])
+    said = re.sub(r'\x1b\[[0-9;?]*[A-Za-z]', '', got.stdout + got.stderr.split('Traceback')[0]).strip()
+    if got.returncode: raise CannotBuild('Zensical failed:\n' + said[-6000:])
     return got.stdout
 
 

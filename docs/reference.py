@@ -97,7 +97,7 @@ def recipes_page():
     parts = ['# Recipes, suites and ladders', '> What can be run by name, with every setting that is not the default, and the figures that its authors published',
              'A published figure is of its author\'s machine and software. It is here to be set beside a Run, not to be reached: `fastbench run` prints it below what was measured.']
     parts += ['## Suites', 'A suite is a list of recipes. `fastbench run SUITE` trains one after another, each in a process of its own.',
-              table(['Suite', 'Recipes', 'Each with'], *((f'<a id="suite-{k}"></a>{code(k)}', ', '.join(f'[`{o}`](#{o})' for o in v),
+              table(['Suite', 'Recipes', 'Each with'], *((f'<a id="{k}"></a>{code(k)}', ', '.join(f'[`{o}`](#{o})' for o in v),
                                                            '; '.join(', '.join(f'`{a}={b!r}`' for a, b in o.items()) for o in R._variants.get(k, ()) if o)) for k, v in R.suites().items() if k not in R.ladders()))]
     parts.append('## Recipes')
     for k, r in single.items():

@@ -168,8 +168,11 @@ def test_no_page_asks_another_host_says_an_error_or_scrolls_sideways(site, url, 
     page.on('console', lambda o: console.append((page.url, o.text)) if o.type in ('error', 'warning') else None)
     page.on('pageerror', lambda o: console.append((page.url, str(o))))
     page.on('response', lambda o: console.append((o.url, o.status)) if o.status >= 400 else None)
+    small = json.loads((site/'search.json').read_text(encoding='utf-8'))
+    small['items'] = small['items'][:3]  # its index is the same on each page, and takes most of the time
     some = [o for o in pages(site) if not o.startswith('source/')] + ['source/compare.html', 'source/benchmarks/gains.html']
-    for o in some:
+    for i, o in enumerate(some):
+        if i == 3: context.route('**/search.json', lambda r: r.fulfill(json=small))
         page.goto(url + o)
         if page.evaluate('document.documentElement.scrollWidth > document.documentElement.clientWidth'): wide.append(o)
     context.close()
