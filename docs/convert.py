@@ -169,7 +169,9 @@ def notebook(path, page, names, pictures):
             if cell.cell_type != 'code': continue
             exported = cell.has_directive('export') or cell.has_directive('exporti') or cell.has_directive('exports')
             if exported and not cell.has_directive('hide'):
-                for o in names.of_cell(path, cell): add(names.shown(o, page, twin))
+                found = names.of_cell(path, cell)
+                for o in found: add(names.shown(o, page, twin))
+                if not found and parts[twin] and parts[twin][-1].split('\n')[-1].startswith('#'): add(names.source_of(path, cell, page, twin))  # a heading over nothing public
             source, outputs = shown(cell)
             text, lang = code_cell(cell.source)
             if source and text and (not exported or cell.has_directive('exports')) and 'nbdev_export()' not in text:

@@ -102,6 +102,13 @@ class Names:
         if b.module == 'all' and '_all_' in cell.source: return [('all', None)]
         return [(b.module, o) for o in self.cells.get((path, cell.id), [])]
 
+    def source_of(self, path, cell, page, twin):
+        "A link to the code of an exported cell"
+        module = self.by_path[path].module
+        lines = (self.root/f"fastbench/{module.replace('.', '/')}.py").read_text(encoding='utf-8').splitlines()
+        at = next((i for i, o in enumerate(lines, 2) if o.startswith('# %% ') and o.endswith(f'#{cell.id}')), 1)
+        return f"Nothing public; [the code]({self.link(page, f'source/{module}.md', '' if twin else line_anchor(at))})."
+
     def obj(self, module, name):
         "What stands behind a public name"
         from fastbench.showdoc import lookup

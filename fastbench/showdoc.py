@@ -181,7 +181,7 @@ class Documented:
     def body(self): # Markdown
         "Without the heading"
         what = _return_comment(plain_function(self.sym)) if isinstance(self.sym, (property, cached_property)) else None
-        table = str(ParameterTable(self.sym)) if what is None else what and f'A property: {what}'
+        table = str(ParameterTable(self.sym)) if what is None else what and f'*Property:* {what}'
         return '\n\n'.join(filter(None, [f'```python\n{signature(self.name, self.sym)}\n```', self.docs, table]))
 
     def _repr_markdown_(self): return f"{'#'*self.title_level} {self.name}\n\n{self.body}"
