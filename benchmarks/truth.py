@@ -1,6 +1,6 @@
 """Does `ab` find what is there, and nothing else, on this machine?
 
-    python benchmarks/truth.py [--trials 20] [--pairs 10] [--recipe digits-xresnet18] [--epochs 1] [--share .05] [--only injected|same]
+    python benchmarks/truth.py [--trials 20] [--pairs 10] [--recipe digits-xresnet18] [--epochs 1] [--batches 8] [--share .05] [--only injected|same]
 
 injected: two copies of the package, as two worktrees, one of them slower: while training, the model's forward waits for 5% of the time it took. `fastbench ab RECIPE --python COPY
 --python SLOW` of 10 pairs has to call `train forward` slower, the true 5% inside its interval, and no phase that is not slower, or to say that this machine cannot see 5% (smallest
@@ -87,11 +87,12 @@ def main():
     p.add_argument('--pairs', type=int, default=10)
     p.add_argument('--recipe', default='digits-xresnet18')
     p.add_argument('--epochs', type=int, help="instead of the recipe's")
+    p.add_argument('--batches', type=int, help='training batches an epoch, at most')
     p.add_argument('--share', type=float, default=.05)
     p.add_argument('--only', choices=['injected', 'same'])
     args = p.parse_args()
-    args.both = {} if args.epochs is None else dict(epochs=args.epochs)
-    print(f"{args.recipe}, {args.epochs or get_recipe(args.recipe).epochs} epochs, {args.pairs} pairs")
+    args.both = {k: getattr(args, k) for k in ('epochs', 'batches') if getattr(args, k) is not None}
+    print(f"{args.recipe}{''.join(f', {k} {v}' for k, v in args.both.items())}, {args.pairs} pairs", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         parts = [o for o in (injected, same) if args.only in (None, o.__name__)]
         return all([o(args, Path(folder)) for o in parts])
