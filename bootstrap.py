@@ -1,4 +1,4 @@
-"""Two commands from a fresh clone: `python3 bootstrap.py run` and `python3 bootstrap.py test`.
+"""Two commands from a fresh clone, `python3 bootstrap.py run` and `python3 bootstrap.py test`, and `docs` for the documentation site.
 
 Makes `.venv` beside this file, installs uv into it, then fastbench (editable, with its dev extra) through uv, and
 runs the command there. Standard library only. This file must also *parse* on Python 2.7, so that an old Python
@@ -44,6 +44,7 @@ USAGE = """usage: python3 bootstrap.py [--tested] COMMAND [ARGUMENTS]
 
   run    set up, then `fastbench run ARGUMENTS`
   test   set up, then the notebooks' tests, then `pytest ARGUMENTS`
+  docs   set up, then the documentation site: site/index.html
   setup  only set up
 
   --tested  install exactly the versions in constraints.txt instead of the newest that settings.ini allows
@@ -259,7 +260,21 @@ def test(args):
     return next((c for c in codes if c), 0)
 
 
-COMMANDS = {'run': run, 'test': test, 'setup': lambda args: 0}
+DOCS = (3, 11)  # the oldest Python that Zensical runs on
+
+
+def docs(args):
+    "The site, by docs/make.py"
+    return subprocess.call([PYTHON, os.path.join(HERE, 'docs', 'make.py')], cwd=HERE, env=dict(os.environ, MPLBACKEND='agg'))
+
+
+def check_docs():
+    "Before minutes are spent: can the site be made with this Python?"
+    if sys.version_info[:2] < DOCS:
+        raise Failed('the documentation site needs Python %d.%d or newer, this is %d.%d (run and test work with it)' % (DOCS + tuple(sys.version_info[:2])))
+
+
+COMMANDS = {'run': run, 'test': test, 'docs': docs, 'setup': lambda args: 0}
 
 
 def main(argv):
@@ -268,9 +283,10 @@ def main(argv):
     if argv[:1] in (['-h'], ['--help']):
         sys.stdout.write(USAGE)
         return 0
-    if argv[:1] and argv[0] in COMMANDS and not (argv[0] == 'setup' and argv[1:]):
+    if argv[:1] and argv[0] in COMMANDS and not (argv[0] in ('setup', 'docs') and argv[1:]):
         signal.signal(signal.SIGTERM, lambda *args: sys.exit(143))  # by way of the clean-up of what is going on
         try:
+            if argv[0] == 'docs': check_docs()
             setup(tested)
             return COMMANDS[argv[0]](argv[1:])
         except Failed as e: say(e)

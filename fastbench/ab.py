@@ -110,7 +110,9 @@ def _wait(process, signals):
 # %% ../nbs/47_ab.ipynb #4044717d
 class RunFailed(UserError):
     "A run of a comparison that did not go well; `path` is its Run"
-    def __init__(self, text, path):
+    def __init__(self, text, # What to say
+                 path, # Of the Run
+        ):
         super().__init__(text)
         self.path = path
 
@@ -197,7 +199,7 @@ def ab(a, # A recipe or its name
     while not trial.over: trial.measure()
     return trial.result()
 
-def start_ab(a, b, changes, both, python, on, anyway, folder, device, offline, **options):
+def start_ab(a, b, changes, both, python, on, anyway, folder, device, offline, **options): # as for `ab`; changes: fields of B that differ
     "An `AB` that is ready to be measured"
     python = [python] if isinstance(python, (str, Path)) else list(python)
     if len(python) > 2: raise UserError(f'{len(python)} Pythons for two sides: name one for B, or two')

@@ -47,7 +47,7 @@ def _ok(run): return run.status == 'ok' and bool(run.seconds)
 # %% ../nbs/46_compare.ipynb #f350c6e6
 def accuracies(a:list, # `Run`s
                b:list, # `Run`s; if paired, b[i] beside a[i]
-               paired:bool,
+               paired:bool, # Are they pairs?
     )->dict|None: # a, b: means; difference of b, low, high: its 95% interval; verdict: better, worse, unknown
     "Is one side more accurate?"
     xs,ys = ([o.metrics.get('accuracy') for o in s] for s in (a, b))
@@ -92,7 +92,15 @@ class Compared(Sheet):
     columns = [('phase', 'phase', str), ('action', 'action', str), ('a', 'A', str), ('b', 'B', str), ('change', 'B is', str), ('interval', '95% interval', str), ('verdict', 'verdict', str),
                ('detectable', 'could see', roughly), ('outliers', 'outliers', lambda x: str(x) if x else '')]
     left = 2
-    def __init__(self, a, b, anyway=False, threshold=.01, paired=None, on=(), least=.001, level=.05):
+    def __init__(self, a, # `Run`s
+                 b, # `Run`s that are judged
+                 anyway=False, # As for `compare`, and so are all below
+                 threshold=.01, # A share
+                 paired=None, # Are they pairs?
+                 on=(), # Fields that are meant to differ
+                 least=.001, # A share of the fit
+                 level=.05, # Chance of an error
+        ):
         self.a,self.b,self.threshold,self.on,self.level = a,b,threshold,list(on),level
         self.columns = [(k, h.replace('95', f'{100*(1-level):.4g}'), f) for k,h,f in self.columns]
         self.runs = [*a, *b]

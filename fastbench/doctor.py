@@ -178,7 +178,11 @@ class Doctor(Sheet):
     columns = tuple((o, o if o != 'value' else '', str) for o in ('part', 'what', 'value', 'note'))
     title,left = 'fastbench doctor',4
 
-    def __init__(self, rows, times=None, sight=None, spread=None): self.rows,self.times,self.sight,self.spread,self.notes = rows,times,sight,spread,[]
+    def __init__(self, rows, # Dicts: part, what, value, note
+                 times=None, # Seconds of the runs of a trial
+                 sight=None, # As of `sight`
+                 spread=None, # As of `spread`
+        ): self.rows,self.times,self.sight,self.spread,self.notes = rows,times,sight,spread,[]
 
     def cells(self):
         head,body = super().cells()

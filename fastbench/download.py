@@ -94,7 +94,12 @@ def file_hash(path, # File to read
             while b := f.read(1<<20): h.update(b)
     return h.hexdigest()
 
-def mismatch(path, size=None, md5=None, sha256=None, md5_start=None)->str: # '' when the file is as it should be
+def mismatch(path, # Of the file
+             size=None, # Bytes
+             md5=None, # Its beginning is enough, here and below
+             sha256=None, # Of the whole file
+             md5_start=None, # Of the first megabyte
+    )->str: # '' when the file is as it should be
     "What is wrong with the file at `path`, in words"
     if size is not None and (n := os.path.getsize(path)) != size: return f'it has {n:,} bytes instead of {size:,}'
     for kind,want,limit in ('md5', md5, None), ('sha256', sha256, None), ('md5', md5_start, 1<<20):

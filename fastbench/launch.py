@@ -117,7 +117,10 @@ class CannotStart(UserError):
 
 class Interrupted(Exception):
     "A signal ended the run; `signum` says which, `path` is the Run that holds what was measured, or None; `note` what else is to be said"
-    def __init__(self, signum, path=None, note=''): self.signum,self.path,self.note = signum,path,note
+    def __init__(self, signum, # Number of the signal
+                 path=None, # What was kept
+                 note='', # What became of the training
+        ): self.signum,self.path,self.note = signum,path,note
 
 class Signals:
     "Counts SIGINT and SIGTERM in a block, in the main thread; the handlers are put back"

@@ -53,7 +53,10 @@ class FastLoop(Learner):
     _listeners,_stamp,_known = {},None,None
 
     @delegates(Learner.__init__)
-    def __init__(self, dls, model, default_cbs=True, cbs=None, **kwargs):
+    def __init__(self, dls, model,
+                 default_cbs=True, # Those of `defaults.callbacks`
+                 cbs=None, # Callbacks of this Learner
+                 **kwargs):
         own = L(defaults.callbacks).map(_lean) if default_cbs else L()
         super().__init__(dls, model, default_cbs=False, cbs=own + L(cbs), **kwargs)
         self.default_cbs = default_cbs
@@ -110,7 +113,9 @@ def all_batches(self:FastLoop):
     finally: self._known = None
 
 @patch
-def one_batch(self:FastLoop, i, b):
+def one_batch(self:FastLoop, i, # Its number in the epoch
+              b, # Inputs and targets
+    ):
     "Train or evaluate `self.model` on batch `(xb,yb)`"
     if self._known is None: self._check()  # called by hand, not by the loop
     self.iter = i
@@ -163,7 +168,8 @@ def _split(self:FastLoop, b):
 class SmoothLoss(AvgSmoothLoss):
     "`AvgSmoothLoss` that is worked out when somebody looks"
     size = 1024  # losses in a block
-    def __init__(self, beta=0.98):
+    def __init__(self, beta=0.98 # Weight of what was before
+        ):
         self.beta = beta
         self.reset()
     def reset(self): self._val,self._raw,self._blocks,self._steps,self._done,self.count = None,None,[],[],0,0
@@ -224,7 +230,9 @@ class LeanMetric(AvgMetric):
         self.count += bs
 
 @patch(as_prop=True)
-def metrics(self:FastLoop): return self._metrics
+def metrics(self:FastLoop):
+    "Metrics; functions as `LeanMetric`s"
+    return self._metrics
 @patch(set_prop=True)
 def metrics(self:FastLoop, v): self._metrics = L(v).map(lambda m: LeanMetric(m) if not isinstance(m, (type, Metric)) else m() if isinstance(m, type) else m)
 
@@ -232,7 +240,11 @@ def metrics(self:FastLoop, v): self._metrics = L(v).map(lambda m: LeanMetric(m) 
 class LeanRecorder(Recorder):
     "`Recorder` without a wait for the device at every batch"
     name = 'recorder'
-    def __init__(self, add_time=True, train_metrics=False, valid_metrics=True, beta=0.98):
+    def __init__(self, add_time=True, # Tell the time of an epoch
+                 train_metrics=False, # Metrics of training batches, too
+                 valid_metrics=True, # Metrics of the validation set
+                 beta=0.98, # Of the smoothed loss
+        ):
         super().__init__(add_time, train_metrics, valid_metrics, beta)
         self.loss,self.smooth_loss = LeanLoss(),SmoothLoss(beta)
 

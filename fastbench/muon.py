@@ -27,11 +27,18 @@ def orthogonal(g, # A matrix
 # %% ../nbs/14_muon.ipynb #b31169fc
 class MuonSGD(torch.optim.Optimizer):
     "Muon for filters, Nesterov momentum for everything else"
-    def __init__(self, params, lr=.24, momentum=.6, weight_decay=0., rest=.1, steps=3):
+    def __init__(self, params, # Parameters, or groups of them
+                 lr=.24, # Learning rate
+                 momentum=.6, # Share of the direction before
+                 weight_decay=0., # Share of a weight, a step, times `lr`
+                 rest=.1, # Rate of everything else, as a share of `lr`
+                 steps=3, # Iterations of the orthogonalisation
+        ):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, rest=rest, steps=steps))
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure=None # Computes the loss again
+        ):
         "One step"
         for group in self.param_groups:
             lr,mom,wd = group['lr'],group['momentum'],group['weight_decay']

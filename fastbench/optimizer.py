@@ -110,6 +110,7 @@ def _fill(self:TorchOptimizer):
 # %% ../nbs/13_optimizer.ipynb #55656fa8
 @patch
 def state_dict(self:TorchOptimizer):
+    "As of fastai's optimizers, so that those can go on from it"
     def plain(k, v): return int(v) if k == 'step' else v
     def kept(p):
         if self.opt is None: return self._loaded.get(p, {})
@@ -136,6 +137,7 @@ def load_state_dict(self:TorchOptimizer, sd:dict # Of this optimizer, or of fast
 
 @patch
 def clear_state(self:TorchOptimizer):
+    "Forget moments and steps"
     super(TorchOptimizer, self).clear_state()
     self._loaded,self.opt = {},None
 
@@ -174,15 +176,15 @@ def fused_adamw(params, # Model parameters, or a list for each group
     "fastai's `Adam`, in one kernel a group"
     return _make_adam(torch.optim.AdamW, 'fused', params, lr, mom, sqr_mom, eps, wd)
 
-def foreach_adamw(params, lr, mom=.9, sqr_mom=.99, eps=1e-5, wd=.01)->TorchOptimizer:
+def foreach_adamw(params, lr, mom=.9, sqr_mom=.99, eps=1e-5, wd=.01)->TorchOptimizer: # as for `fused_adamw`
     "fastai's `Adam`, in a few kernels over all parameters"
     return _make_adam(torch.optim.AdamW, 'foreach', params, lr, mom, sqr_mom, eps, wd)
 
-def fused_adam(params, lr, mom=.9, sqr_mom=.99, eps=1e-5, wd=.01)->TorchOptimizer:
+def fused_adam(params, lr, mom=.9, sqr_mom=.99, eps=1e-5, wd=.01)->TorchOptimizer: # as for `fused_adamw`
     "fastai's `Adam(decouple_wd=False)`, in one kernel a group"
     return _make_adam(torch.optim.Adam, 'fused', params, lr, mom, sqr_mom, eps, wd)
 
-def foreach_adam(params, lr, mom=.9, sqr_mom=.99, eps=1e-5, wd=.01)->TorchOptimizer:
+def foreach_adam(params, lr, mom=.9, sqr_mom=.99, eps=1e-5, wd=.01)->TorchOptimizer: # as for `fused_adamw`
     "fastai's `Adam(decouple_wd=False)`, in a few kernels over all parameters"
     return _make_adam(torch.optim.Adam, 'foreach', params, lr, mom, sqr_mom, eps, wd)
 
@@ -196,7 +198,7 @@ def fused_sgd(params, # Model parameters, or a list for each group
     "fastai's `SGD`, in one kernel a group"
     return _make_sgd('fused', params, lr, mom, wd, decouple_wd, nesterov)
 
-def foreach_sgd(params, lr, mom=0., wd=0., decouple_wd=True, nesterov=False)->TorchOptimizer:
+def foreach_sgd(params, lr, mom=0., wd=0., decouple_wd=True, nesterov=False)->TorchOptimizer: # as for `fused_sgd`
     "fastai's `SGD`, in a few kernels over all parameters"
     return _make_sgd('foreach', params, lr, mom, wd, decouple_wd, nesterov)
 

@@ -37,7 +37,7 @@ def file_name(o, # Any text
     "A name for a file on every system"
     return re.sub(r'[^A-Za-z0-9._-]+', '_', str(o)).strip('._-')[:n].strip('._-') or 'report'
 
-def tag(name, /, *children, **attrs):
+def tag(name, /, *children, **attrs): # name: of the element
     "An element; children and attributes are escaped"
     def fit(o): return clean(o) if isinstance(o, str) and not hasattr(o, '__html__') else [fit(c) for c in o] if isinstance(o, (list, tuple)) else o
     return ft(name, *map(fit, _flat(children)), **{k: fit(v) for k,v in attrs.items()})

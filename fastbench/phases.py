@@ -47,7 +47,8 @@ class Log:
         self.fresh,self.sample,self.folded = array('d'),array('d'),{}
         self._full = keep*len(self.columns)//2
 
-    def add(self, row):
+    def add(self, row # A number a column
+        ):
         "Append one row: a list of floats, 0. where something did not happen"
         self.fresh.extend(row)
         self.n += 1
@@ -112,12 +113,19 @@ class Profile:
         self.outside = {p: {} for p in LEAVES}
         self.peaks,self.facts = [],{}
 
-    def add_outside(self, phase, action, seconds, calls=0):
+    def add_outside(self, phase, # 'train', 'valid' or 'between'
+                    action, # What took the time
+                    seconds, # How long
+                    calls=0, # How often
+        ):
         "Credit `seconds` to `action` of `phase`, outside of complete steps"
         old = self.outside[phase].get(action, [0, 0.])
         self.outside[phase][action] = [old[0]+calls, old[1]+seconds]
 
-def step_columns(phase): return HEAD + LEAVES[phase]
+def step_columns(phase # 'train' or 'valid'
+    ): # Names
+    "What is kept of a step"
+    return HEAD + LEAVES[phase]
 
 # %% ../nbs/01_phases.ipynb #afe1b3e5
 def _log_dict(log):

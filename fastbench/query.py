@@ -70,7 +70,7 @@ def select(folder=FOLDER, # Where Runs are kept
            last:int|None=None, # Only so many, the newest
            recipe=None,data=None,device=None,precision=None,commit=None,since=None,until=None,status=None, # As in `runs`
            keep=lambda run: run, # What to keep of each
-    )->tuple: # Runs without their profiles, oldest first; errors, a line for each file that cannot be read
+    )->tuple: # as for `runs`; Runs without their profiles, oldest first; errors, a line for each file that cannot be read
     "The Runs that are wanted, newest files first until there are `last`"
     if last is not None and (type(last) is not int or last < 1): raise UserError(f'last={last!r} cannot be: a whole number, 1 or more')
     good,bad,fits = [],[],_test(recipe, data, device, precision, commit, since, until, status)

@@ -19,10 +19,10 @@ from .record import Run, from_json
 @dataclass
 class Seen:
     "A Run, as a report sees it"
-    run: Run
+    run: Run  # what it was read from
     mark: str = ''  # what to call it: A1, A2, B1
     side: str = ''  # the letter of its side
-    profile: Profile|None = None
+    profile: Profile|None = None  # None: there is none, or `trouble` says why
     rows: tuple = ()  # of the phase table; none where it is no timing
     notes: tuple = ()  # below it
     trouble: str = ''  # why there is no profile, though there should be

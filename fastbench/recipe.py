@@ -272,7 +272,8 @@ def ladders()->dict: # Name -> `Ladder`
     "All registered ladders"
     return dict(_ladders)
 
-def get_ladder(name:str)->Ladder:
+def get_ladder(name:str # As `ladders` has it
+    )->Ladder:
     "A ladder by name"
     if name not in _ladders: raise UserError(unknown('ladder', name, list(_ladders)))
     return _ladders[name]

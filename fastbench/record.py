@@ -37,8 +37,8 @@ def when(id:str # Of a Run, or any file's name
 class Run:
     "What one training was, where it ran, and what was measured"
     recipe: dict  # every field, as really run
-    id: str = ''
-    schema: int = SCHEMA
+    id: str = ''  # recipe, time, four random bytes
+    schema: int = SCHEMA  # version of these fields
     status: str = 'ok'  # one of STATUSES
     error: str|None = None  # what ended it
     started: str = ''  # UTC, ISO 8601

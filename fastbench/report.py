@@ -97,7 +97,12 @@ def _comparisons(sides, options, most=6):
 # %% ../nbs/47_report.ipynb #9476f2bb
 class Report:
     "A page about Runs: `html`, `save`, and itself in a notebook"
-    def __init__(self, sides, title=None, notes=(), options=None, raw=20_000):
+    def __init__(self, sides, # `Side`s
+                 title=None, # Of the page
+                 notes=(), # Lines below it
+                 options=None, # Of the comparison
+                 raw=20_000, # Steps at most that a page holds of a Run
+        ):
         self.sides,self.runs = sides,[r for side in sides for r in side.runs]
         names = list(dict.fromkeys(o for side in sides for o in side.about('recipe', 'name')))
         self.title = title or ', '.join(short(o, 60) for o in names[:3]) + (f' and {len(names)-3} more' if len(names) > 3 else '') or 'A report'

@@ -44,7 +44,9 @@ def _missing(text):
 # %% ../nbs/45_sides.ipynb #51b7771d
 class NotComparable(UserError):
     "Two sides that did not do the same work; `differences` lists how"
-    def __init__(self, text, differences=()):
+    def __init__(self, text, # What to say
+                 differences=(), # As `differences` found them
+        ):
         super().__init__(text)
         self.differences = list(differences)
 
@@ -79,7 +81,9 @@ def _differ(a, b):
 
 def _threads(d): return d['field'] in ('torch.threads', 'torch.interop_threads')
 
-def means(on, field): return any(field == o or field.startswith(f'{o}.') for o in on)
+def means(on, field): # on: fields that are meant to differ; field: one that does
+    "Is a difference in `field` meant?"
+    return any(field == o or field.startswith(f'{o}.') for o in on)
 
 def differences(a:list, # `Run`s
                 b:list, # `Run`s
@@ -96,7 +100,8 @@ def differences(a:list, # `Run`s
     meant = [d for d in must+listed if means(on, d['field'])]
     return [d for d in must if d not in meant],[d for d in listed if d not in meant],meant
 
-def said(d):
+def said(d): # d: as of `differences`
+    "A difference in words"
     def side(vs): return ', '.join('none' if v is None else v if isinstance(v, str) else json.dumps(v) for v in vs[:3]) + (', ...' if len(vs) > 3 else '')
     return f"{d['field']} {side(d['a'])} / {side(d['b'])}"
 
@@ -116,7 +121,7 @@ def run_values(run:Run, # What was measured
         if top := max((o[k] for o in peaks if k in o), default=0): res['memory', name] = dict(kind='memory', value=top, share=1.)
     return res
 
-def common(a, b, least):
+def common(a, b, least): # a: values of each Run, as `run_values` gives them; b: likewise; least: share of the fit
     "What both sides have in every Run; what only some have; what is too small"
     all_,first = [*a, *b],list(dict.fromkeys(k for o in (*a, *b) for k in o))
     some = [k for k in first if not all(k in o for o in all_)]

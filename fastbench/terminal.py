@@ -22,9 +22,12 @@ from .store import FOLDER, NotKept, files
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=dict(help_option_names=['-h', '--help']),
                   help='Where does training time go? Run reproducible benchmarks and keep what they show.')
 
-def names_like(incomplete:str): return [o for o in (*suites(), *recipes()) if o.startswith(incomplete)]
+def names_like(incomplete:str): # incomplete: what was typed
+    "Recipes and suites that begin so"
+    return [o for o in (*suites(), *recipes()) if o.startswith(incomplete)]
 
-def kept_like(ctx:typer.Context, incomplete:str):
+def kept_like(ctx:typer.Context, incomplete:str): # ctx: typer's; incomplete: what was typed
+    "Kept Runs that begin so"
     try: return [o for o in ('last', *(o.stem for o in files(ctx.params.get('out') or FOLDER))) if o.startswith(incomplete)]
     except UserError: return []
 
@@ -41,6 +44,7 @@ def _root(version:Annotated[bool, typer.Option('--version', callback=_version, i
 
 # %% ../nbs/50_terminal.ipynb #0e0c592b
 class Precision(str, Enum):
+    "What --precision takes"
     fp32 = 'fp32'
     fp16 = 'fp16'
     bf16 = 'bf16'
@@ -49,12 +53,13 @@ class Precision(str, Enum):
     half_bf16 = 'half-bf16'
     half = 'half'
 
-def samples(o):
+def samples(o): # o: what was typed
+    "A batch size, or largest"
     if str(o) == 'largest': return o
     if not str(o).isdecimal() or int(o) < 1: raise typer.BadParameter(f'{o!r} is neither a whole number, 1 or more, nor largest')
     return int(o)
 
-def share(text):
+def share(text): # text: what was typed
     "`5%` or `.05` as a share"
     text = str(text)
     try: x = float(text.removesuffix('%'))/(100 if text.endswith('%') else 1)
@@ -62,9 +67,11 @@ def share(text):
     if not 0 <= x < 1: raise typer.BadParameter(f'{text!r} is no share: write 5% or .05')
     return x
 
-def given(changes): return {k: v for k,v in changes.items() if v is not None}
+def given(changes): # changes: option -> value
+    "Only what was given"
+    return {k: v for k,v in changes.items() if v is not None}
 
-def field(text):
+def field(text): # text: what follows --set
     "`bs=32` as a field's name and its value"
     from ast import literal_eval
     name,eq,value = text.partition('=')
@@ -103,16 +110,25 @@ class _Bar:
                             note=f"epoch {o['epoch']+1}/{o['epochs']}, {o['phase']} {o['step']}/{o['steps']}")
         elif o['phase'] in ('data', 'stopping'): self.bar.update(self.task, note='preparing data' if o['phase'] == 'data' else _stopping(o))
 
-def progress(title): return (_Bar if sys.stderr.isatty() and os.environ.get('TERM') != 'dumb' else _Lines)(title)
+def progress(title): # title: what is going on
+    "A bar on a terminal, lines elsewhere"
+    return (_Bar if sys.stderr.isatty() and os.environ.get('TERM') != 'dumb' else _Lines)(title)
 
 # %% ../nbs/50_terminal.ipynb #fc8b950b
-def summary(run): return {k: v for k,v in run.as_dict().items() if k != 'profile'} | dict(path=run.path)
+def summary(run): # run: a `Run`
+    "All but its profile"
+    return {k: v for k,v in run.as_dict().items() if k != 'profile'} | dict(path=run.path)
 
-def full(run): return summary(run) | dict(rows=run.table.rows, verdict=run.table.verdict)
+def full(run): # run: a `Run`
+    "The summary, the rows of its table and the verdict"
+    return summary(run) | dict(rows=run.table.rows, verdict=run.table.verdict)
 
-def print_json(o): print(json.dumps(o, indent=1))
+def print_json(o): # o: plain values
+    "For a program"
+    print(json.dumps(o, indent=1))
 
-def print_run(run):
+def print_run(run): # run: a `Run`
+    "Table, outcome, published figures, warnings"
     from fastbench.table import show
     table = run.table
     if table.rows: show(table)
@@ -121,14 +137,15 @@ def print_run(run):
     for o in published(run.recipe.get('name', '')): print(f"  published: {o['machine']}, {o['precision']}: {o['seconds']:,} s")
     for o in run.warnings: print(f'warning: {o}')
 
-def draw(climb, path):
+def draw(climb, path): # climb: what has a `plot`; path: of the picture
+    "A picture as a file"
     import matplotlib
     matplotlib.use('agg')
     try: climb.plot().figure.savefig(path, dpi=150)
     except (OSError, ValueError) as e: raise UserError(f'no picture at {path}: {e}') from None
 
 # %% ../nbs/50_terminal.ipynb #c84ec25a
-def complain(e):
+def complain(e): # e: the error
     "One line for a mistake; the exit code that goes with it"
     from fastbench.download import DataUnavailable
     from fastbench.launch import CannotStart
@@ -136,7 +153,7 @@ def complain(e):
     print(f"fastbench: {' '.join(str(e).split())}", file=sys.stderr)
     return 3 if isinstance(e, NotComparable) else 4 if isinstance(e, (DataUnavailable, NotKept, CannotStart)) else 2
 
-def run_all(todo, repeats, out, refused=None, shuffle=False, **options):
+def run_all(todo, repeats, out, refused=None, shuffle=False, **options): # todo: recipes; repeats: of each; out: folder of the Runs; refused: recipe -> why it cannot run, filled in; shuffle: later rounds in a drawn order; options: of `launch`
     "The files of the Runs, and 0, or the exit code that they do not tell of"
     from fastbench.ladder import rounds
     from fastbench.launch import Interrupted, launch
@@ -157,11 +174,12 @@ def _stopped(paths, e):
     for o in paths: print(f'  {o}', file=sys.stderr, flush=True)
     return paths, 128 + getattr(e, 'signum', 2)
 
-def near(path):
+def near(path): # path: of a file
     "`path` as one would type it here"
     return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
 
-def print_runs(kept, repeats):
+def print_runs(kept, repeats): # kept: `Run`s; repeats: of each recipe
+    "Every Run; of repeats the last in full"
     for n,r in enumerate(kept):
         if n: print()
         if repeats > 1 and r.repeat < repeats-1 and r.status == 'ok': print(f'{r.title}: {r.headline}')

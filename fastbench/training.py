@@ -77,7 +77,7 @@ class BenchLearner(FastLoop):
         "Single precision"
         return self.remove_cb(FastaiMixedPrecision)
 
-    def to_channelslast(self, use_amp=False, amp_mode='fp16', **kwargs): # use_amp: mixed precision as well, in `amp_mode`
+    def to_channelslast(self, use_amp=False, amp_mode='fp16', **kwargs): # use_amp: mixed precision as well; amp_mode: its precision
         "Convolutions in channels-last layout while it trains"
         if use_amp: self._to(amp_mode, **kwargs)
         return self.remove_cb(FastaiChannelsLast).add_cb(ChannelsLast())

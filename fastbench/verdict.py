@@ -59,16 +59,16 @@ class Verdict:
     "`b` against `a`"
     ratio: float  # time of b over time of a: below 1, b is faster
     low: float|None  # its 95% interval; None: one run, no interval
-    high: float|None
+    high: float|None  # likewise
     verdict: str  # of b: faster, slower, same (no difference beyond the threshold), unknown
     detectable: float|None  # smallest slowdown that had 80% chance to be called one: .05 is 5%
     n: int  # runs of a, or pairs
     n_b: int  # runs of b
-    paired: bool
+    paired: bool  # pairs, or two groups
     threshold: float  # a share: what is smaller does not matter
     robust: float  # Hodges and Lehmann's ratio, which outliers hardly move
     robust_low: float|None  # Wilcoxon's interval around it
-    robust_high: float|None
+    robust_high: float|None  # likewise
     outliers: int  # counted, never dropped
     p: float|None  # of a difference beyond the threshold; adjusted in a family
     p_same: float|None  # of one within it
@@ -77,7 +77,9 @@ class Verdict:
     level: float = .05  # the chance of a false verdict: the interval is of 1 - level
     why: str = ''  # in words
 
-    def as_dict(self): return asdict(self)
+    def as_dict(self):
+        "All of it"
+        return asdict(self)
     def __str__(self): return f'{percent(self.ratio)}{_interval(self)}: {self.why}'
     __repr__ = __str__
 
@@ -88,9 +90,13 @@ def percent(ratio:float, # Of times
     text = f'{abs(x):,.{1 if abs(x) < 100 else 0}f}%'
     return f'{text} faster' if x < 0 and text != '0.0%' else f'{text} slower' if text != '0.0%' else 'no difference'
 
-def roughly(share): return f'{100*share:.2g}%' if share < .995 else f'{100*share:,.0f}%'
+def roughly(share): # share: of 1
+    "Percent, two digits"
+    return f'{100*share:.2g}%' if share < .995 else f'{100*share:,.0f}%'
 
-def signed(ratio): return f'{100*(ratio-1):+,.1f}%'
+def signed(ratio): # ratio: to 1
+    "Percent more or less"
+    return f'{100*(ratio-1):+,.1f}%'
 
 def _interval(v): return '' if v.low is None else f' ({signed(v.low)} to {signed(v.high)} time)'
 

@@ -381,7 +381,7 @@ def test_test_runs_both_parts(boot, monkeypatch, codes, expect):
     assert pytests[-4:] == ['-m', 'pytest', '-k', 'one'] and there == 'a folder'
 
 
-@pytest.mark.parametrize('args, code', [([], 2), (['rum'], 2), (['setup', 'x'], 2), (['--tested'], 2), (['-h'], 0), (['--help'], 0)])
+@pytest.mark.parametrize('args, code', [([], 2), (['rum'], 2), (['setup', 'x'], 2), (['docs', 'x'], 2), (['--tested'], 2), (['-h'], 0), (['--help'], 0)])
 def test_usage(boot, capsys, args, code):
     assert boot.mod.main(args) == code
     out = capsys.readouterr()
@@ -392,3 +392,26 @@ def test_usage(boot, capsys, args, code):
 def test_starts_from_any_folder(tmp_path):
     got = subprocess.run([sys.executable, str(SOURCE), '--help'], cwd=tmp_path, capture_output=True, text=True)
     assert got.returncode == 0 and 'python3 bootstrap.py' in got.stdout
+
+
+# The documentation
+
+def test_docs_sets_up_and_makes_the_site(boot, monkeypatch, folder):
+    calls = []
+    monkeypatch.setattr(boot.mod.subprocess, 'call', lambda cmd, **kw: calls.append((cmd, kw)) or 0)
+    monkeypatch.setattr(boot.mod, 'setup', lambda tested: calls.append('set up'))
+    assert boot.mod.main(['docs']) == 0
+    assert calls[0] == 'set up' and calls[1][0][1:] == [str(folder/'docs'/'make.py')] and calls[1][1]['cwd'] == str(folder)
+
+
+def test_docs_says_which_python_it_needs_before_it_sets_up(boot, monkeypatch, capsys):
+    monkeypatch.setattr(boot.mod.sys, 'version_info', (3, 10, 12))
+    assert boot.mod.main(['docs']) == 4 and boot.steps == []
+    line, = capsys.readouterr().err.splitlines()
+    assert '3.11 or newer, this is 3.10' in line
+
+
+def test_docs_and_zensical_agree_on_the_python(boot):
+    text = (SOURCE.parent/'settings.ini').read_text()
+    assert text.count('zensical>=0.0.73,<0.2; python_version >= "%d.%d"' % boot.mod.DOCS) == 2
+    assert 'OLDEST = %d, %d' % boot.mod.DOCS in (SOURCE.parent/'docs'/'make.py').read_text()

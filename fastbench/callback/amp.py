@@ -92,13 +92,15 @@ class Scaler(GradScaler):
     "A `GradScaler` that knows that the gradients are unscaled already"
     current,asked = None,False
 
-    def unscale_(self, optimizer):
+    def unscale_(self, optimizer # Whose gradients
+        ):
         "As PyTorch's; where the gradients are unscaled already, the first call has nothing to do"
         if self.current is None or optimizer is self.current: return super().unscale_(optimizer)
         if self.asked: raise RuntimeError('unscale_() has already been called on this optimizer since the last update().')
         self.asked = True
 
-    def update(self, new_scale=None):
+    def update(self, new_scale=None # Instead of what the steps since the last one ask for
+        ):
         "As PyTorch's"
         self.current,self.asked = None,False
         super().update(new_scale)

@@ -36,7 +36,10 @@ class DeviceClock:
         e.record()
         self.step.append((e, watch.column[m] if on[m] else None))
 
-    def close_step(self, profile, phase, row):
+    def close_step(self, profile, # `Profile` that gets the row
+                   phase, # 'train' or 'valid'
+                   row, # Seconds of the step, as the host saw it
+        ):
         "The host has finished a step: keep its row until the device has, too"
         self.waiting.append((profile, phase, row, self.step))
         self.step = []

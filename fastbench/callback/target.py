@@ -70,6 +70,7 @@ def after_epoch(self:TimeToAccuracy):
 
 @patch
 def switch_off(self:TimeToAccuracy):
+    "Stop the clock"
     if self._begin is None: return
     self._begin = None
     self.tell(str(self))

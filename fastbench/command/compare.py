@@ -38,9 +38,11 @@ def compare(
     print_compared(c, markdown, as_json)
     if fail_above is not None: gate(c, fail_above)
 
-def print_compared(c, markdown, as_json): print(c.to_json() if as_json else c.to_markdown() if markdown else c)
+def print_compared(c, markdown, as_json): # c: a `Compared`; markdown: as a GitHub table; as_json: for a program
+    "A comparison as it was asked for"
+    print(c.to_json() if as_json else c.to_markdown() if markdown else c)
 
-def gate(c, limit):
+def gate(c, limit): # c: a `Compared`; limit: a share
     "Exit 1 if a slowdown beyond `limit` is shown"
     slow = [r for r in c.rows if (r['phase'], r['action']) in c.slower_than(limit)]
     for r in slow: print(f"fastbench: slower by more than {100*limit:g}%: {r['phase']} {r['action']}, {r['change']} ({100*(r['low']-1):+.1f}% to {100*(r['high']-1):+.1f}%)", file=sys.stderr)

@@ -22,6 +22,7 @@ from ..terminal import Json, Out, app, full, given, kept_like, print_json, print
 
 # %% ../../nbs/51_command.keep.ipynb #960a111d
 class Kind(str, Enum):
+    "What `fastbench list` lists"
     all = 'all'
     recipes = 'recipes'
     suites = 'suites'

@@ -74,15 +74,22 @@ def _too_long(model, n):
 
 # %% ../../nbs/24_text.hf.ipynb #e144d470
 @patch(as_prop=True)
-def supports_gradient_checkpointing(self:HFModel): return bool(getattr(self.hf, 'supports_gradient_checkpointing', False))
+def supports_gradient_checkpointing(self:HFModel):
+    "Can it forget activations?"
+    return bool(getattr(self.hf, 'supports_gradient_checkpointing', False))
 @patch(as_prop=True)
 def is_gradient_checkpointing(self:HFModel):
+    "Does it forget activations now?"
     new = getattr(self.hf, 'is_activation_checkpointing', None)  # its name from transformers 5 on
     return self.hf.is_gradient_checkpointing if new is None else new
 @patch
-def gradient_checkpointing_enable(self:HFModel, *args): self.hf.gradient_checkpointing_enable(*args)
+def gradient_checkpointing_enable(self:HFModel, *args):
+    "Forget activations; arguments as for transformers"
+    self.hf.gradient_checkpointing_enable(*args)
 @patch
-def gradient_checkpointing_disable(self:HFModel): self.hf.gradient_checkpointing_disable()
+def gradient_checkpointing_disable(self:HFModel):
+    "Keep activations"
+    self.hf.gradient_checkpointing_disable()
 
 # %% ../../nbs/24_text.hf.ipynb #47007168
 _tiny = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)

@@ -34,7 +34,7 @@ class LanguageTask(Task):
     @classmethod
     def from_dls(cls, dls, **settings): return cls(**settings)
     def metrics(self): return [TokenPerplexity()]
-    def finish(self, x, y=None): # Dict of a batch; labels are not used
+    def finish(self, x, y=None): # x: dict of a batch; y: labels, not used
         "A batch with its targets"
         return self.targets(x)
     def collate(self, tokenizer, examples, max_length=512):

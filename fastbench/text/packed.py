@@ -58,7 +58,7 @@ class Bounds:
         res = x.new_full(((len(self.cu)-1)*self.longest, *x.shape[2:]), fill)
         return res.index_copy(0, self.place, x[0]).view(len(self.cu)-1, self.longest, *x.shape[2:])
 
-    def dense(self, causal, window=None): # (1, 1, tokens, tokens), True where a token may look
+    def dense(self, causal, window=None): # causal: nobody looks ahead; window: tokens that one sees; (1, 1, tokens, tokens), True where a token may look
         "The mask of a packed batch"
         def make():
             t,i = self.text,torch.arange(len(self.text), device=self.cu.device)

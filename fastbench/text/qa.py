@@ -70,7 +70,7 @@ class QuestionAnswering(Task):
 
 # %% ../../nbs/24_text.qa.ipynb #9968e0b1
 @patch
-def windows(self:QuestionAnswering, tokenizer, examples, max_length=512): # examples as `qa_example` gives them
+def windows(self:QuestionAnswering, tokenizer, examples, max_length=512): # tokenizer: a fast one; examples: as `qa_example` gives them; max_length: tokens of a window
     "The windows of examples: the tokenizer's encoding, and the number of the example of each"
     t = tokenizer
     if not t.is_fast: raise UserError(f'{type(t).__name__} does not tell where in the text a token is: question answering needs a fast tokenizer')

@@ -46,10 +46,10 @@ class WordVocab:
     number: dict = field(repr=False, default_factory=dict) # Word -> number
     def __post_init__(self): self.number = {o: i for i,o in enumerate(self.words)}
     def __len__(self): return len(self.words)
-    def encode(self, words)->torch.Tensor: # int64, one number a word
+    def encode(self, words)->torch.Tensor: # words: a list; int64, one number a word
         "The numbers of `words`"
         return torch.tensor([self.number.get(o, 0) for o in words], dtype=torch.long)
-    def decode(self, numbers)->list: # Words
+    def decode(self, numbers)->list: # numbers: as `encode` gives them; words
         "The words of `numbers`"
         return [self.words[int(o)] for o in numbers]
 
@@ -156,7 +156,7 @@ class WordLM(nn.Module):
                  arch='lstm', # 'rnn' (Elman's, tanh), 'gru' or 'lstm'
                  n_emb=200, # Width of the embedding
                  n_hid=200, # Width of the layers
-                 n_layers=2,
+                 n_layers=2, # Layers
                  dropout=.2, # After the embedding, between layers, before the output
                  tie_weights=True, # Let the output share the weights of the embedding
     ):
@@ -192,7 +192,7 @@ class AWDLM(nn.Module):
     def __init__(self, n_words, # Size of the vocabulary
                  n_emb=400, # Width of the embedding, and of the last layer
                  n_hid=1152, # Width of the layers between
-                 n_layers=3,
+                 n_layers=3, # Layers
                  dropout=1., # Factor of all the dropouts that fastai has for language models
                  tie_weights=True, # Let the output share the weights of the embedding
     ):
@@ -221,7 +221,9 @@ class AWDLM(nn.Module):
 class Penalties(Callback):
     "Let activations of an `AWDLM` be small (`alpha`), and change slowly (`beta`)"
     order,run_valid = ModelResetter.order+2,False
-    def __init__(self, alpha=2., beta=1.): self.alpha,self.beta = alpha,beta
+    def __init__(self, alpha=2., # Weight of the square of activations
+                 beta=1., # Weight of the square of their changes from word to word
+        ): self.alpha,self.beta = alpha,beta
     def after_loss(self):
         (raw,dropped),self.model.kept = self.model.kept,None
         if self.alpha: self.learn.loss_grad += self.alpha*dropped.float().pow(2).mean()

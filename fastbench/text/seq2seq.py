@@ -75,7 +75,7 @@ def collate(self:Seq2Seq, tokenizer, examples, max_length=512):
     return x | dict(decoder_input_ids=torch.cat([first, ids[:,:-1]], 1)),ids.masked_fill(y['attention_mask'] == 0, -100)
 
 @patch
-def predict(self:Seq2Seq, learn, items, bs=16, **kwargs): # kwargs: of transformers' `generate`: num_beams, ...
+def predict(self:Seq2Seq, learn, items, bs=16, **kwargs): # bs: texts at once; kwargs: of transformers' `generate`: num_beams, ...
     "Written texts, and their tokens"
     hf,t,res = learn.model.hf,learn.dls.tokenizer,[]
     items = [o if isinstance(o, str) else o[0] for o in items]

@@ -106,7 +106,7 @@ def _docstrings(folder):
     (Path(folder)/'texts.json').write_text(json.dumps(dict(texts=texts, labels=labels, groups=group_texts(texts), fingerprint=fingerprint(texts, labels))))
 
 # %% ../../nbs/20_text.sources.ipynb #913111b7
-def load_docstrings(source, seed=42, **kwargs):
+def load_docstrings(source, seed=42, **kwargs): # as for `load_text_source`; source: its `TextSource`
     "The docstrings of the installed packages, gathered at the first call"
     versions = package_versions()
     key = fingerprint([f'{k}={v}' for k,v in versions.items()])
@@ -120,7 +120,7 @@ def load_docstrings(source, seed=42, **kwargs):
     return TextSet(source, list(packages), train, valid, info=dict(fingerprint=d['fingerprint'], versions=versions))
 
 # %% ../../nbs/20_text.sources.ipynb #b5606f4b
-def load_reviews(source, seed=42, n=None, **kwargs):
+def load_reviews(source, seed=42, n=None, **kwargs): # as for `load_text_source`; source: its `TextSource`; n: how many
     "Made-up reviews"
     texts,labels = make_reviews(n or source.n)
     train,valid = split_texts(Texts(texts, labels), [.2], seed)
@@ -156,7 +156,7 @@ def _fetched(source, offline=False, tell=None):
     return fastai_set(source.url, source.name, "data='docstrings' and data='reviews' work without a download", offline=offline, tell=tell)
 
 # %% ../../nbs/20_text.sources.ipynb #a6ee4856
-def load_imdb(source, offline=False, tell=None, **kwargs):
+def load_imdb(source, offline=False, tell=None, **kwargs): # as for `load_text_source`; source: its `TextSource`
     "The reviews of films, as files"
     folder,classes = _fetched(source, offline, tell), ['neg', 'pos']
     def part(o):
@@ -166,7 +166,7 @@ def load_imdb(source, offline=False, tell=None, **kwargs):
         return Texts([x for f in files for x in f], [i for i,f in enumerate(files) for _ in f])
     return TextSet(source, classes, part('train'), part('test'))
 
-def load_wikitext(source, offline=False, tell=None, **kwargs):
+def load_wikitext(source, offline=False, tell=None, **kwargs): # as for `load_text_source`; source: its `TextSource`
     "The articles of WikiText-2"
     folder = _fetched(source, offline, tell)
     def part(o):

@@ -54,7 +54,8 @@ class Task:
         ): # As a person would say it
         "The prediction in words"
         return dec.tolist()
-    def bind(self, learn):
+    def bind(self, learn # The Learner
+        ):
         "Called once when the Learner is made"
 
     def predict(self, learn, # The Learner

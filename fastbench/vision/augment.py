@@ -36,13 +36,26 @@ def prepare(x, # uint8: image, channel, height, width
 
 class Chances:
     "Where each image is cropped, mirrored, and where its hole is"
-    def __init__(self, n, pad, flip, cutout, size, generator):
+    def __init__(self, n, # Images
+                 pad, # Pixels that were added on each side
+                 flip, # Chance to be mirrored
+                 cutout, # Side of the hole, pixels
+                 size, # Side of the image, pixels
+                 generator, # torch's, on the device that draws
+        ):
         def whole(hi): return torch.randint(hi, (n,), generator=generator, device=generator.device)
         self.top,self.left = whole(2*pad+1),whole(2*pad+1)
         self.mirror = torch.rand(n, generator=generator, device=generator.device) < flip
         self.hole = torch.stack([whole(max(1, size-cutout+1)), whole(max(1, size-cutout+1))], 1)
 
-def one_augmented(x, size, top, left, mirror, hole, cutout):
+def one_augmented(x, # A padded image: (channels, height, width)
+                  size, # Side of the window, pixels
+                  top, # Where it begins
+                  left, # Likewise
+                  mirror, # Mirror it?
+                  hole, # Where the hole begins: (row, column)
+                  cutout, # Side of the hole, pixels
+    ):
     "A window of one prepared image"
     x = x[:, top:top+size, left:left+size]
     x = x.flip(-1) if mirror else x.clone()
@@ -77,7 +90,16 @@ def _tensor(x): return torch.from_numpy(np.array(x))[None] if x.ndim == 2 else t
 
 class AugmentDL(SeededDL):
     "A loader of small images that says where augmentation happens"
-    def __init__(self, dataset, items=None, how='batch', stats=None, size=None, pad=0, flip=0., cutout=0, train=False, **kwargs):
+    def __init__(self, dataset, # What to load
+                 items=None, # Images and labels as tensors
+                 how='batch', # As for `augmented`
+                 stats=None, # Mean and standard deviation to normalise with
+                 size=None, # Side of the image, pixels
+                 pad=0, # Pixels to add on each side
+                 flip=0., # Chance to be mirrored
+                 cutout=0, # Side of the hole, pixels
+                 train=False, # Augment?
+                 **kwargs):
         super().__init__(dataset, **kwargs)
         self.items,self.how,self.stats,self.size,self.pad,self.flip,self.cutout,self.train = items,how,stats,size,pad,flip,cutout,train
         self.x = self.chances = None

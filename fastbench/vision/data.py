@@ -32,13 +32,20 @@ class CorruptImage(UserError):
 
 class TooFewImages(UserError):
     "Fewer training images, `n`, than a batch"
-    def __init__(self, bs, name, n, sample):
+    def __init__(self, bs, # Samples a batch
+                 name, # Of the source
+                 n, # Training images
+                 sample, # Share of the data
+        ):
         super().__init__(f'bs={bs} cannot be: {name} has {n} training images (sample={sample:g}), less than a batch')
         self.n = n
 
 class SeededDL(TfmdDL):
     "A `TfmdDL` whose order and augmentation depend only on its seed, the epoch and the item"
-    def __init__(self, dataset, seed=None, prefetch=2, **kwargs):
+    def __init__(self, dataset, # What to load
+                 seed=None, # Of order and augmentation
+                 prefetch=2, # Batches that a process holds ready
+                 **kwargs):
         super().__init__(dataset, **kwargs)
         self.seed,self.prefetch,self.epoch_key = seed,prefetch,0
         self.rng = random.Random(seed)
@@ -78,7 +85,9 @@ class SeededDL(TfmdDL):
 # %% ../../nbs/31_vision.data.ipynb #bc45d793
 class ArrayDL(SeededDL):
     "A `SeededDL` that cuts its batches from tensors, where it has them"
-    def __init__(self, dataset, arrays=None, **kwargs):
+    def __init__(self, dataset, # What to load
+                 arrays=None, # Images and labels as tensors
+                 **kwargs):
         super().__init__(dataset, **kwargs)
         self.arrays = arrays
 
@@ -95,7 +104,10 @@ class ArrayDL(SeededDL):
 class BatchResize(RandTransform):
     "Resize a batch, in training of one random crop of it (one for all) and each image flipped or not"
     order,split_idx = 20,None # after IntToFloatTensor, before Normalize
-    def __init__(self, size=None, min_scale=1., flip=0.):
+    def __init__(self, size=None, # Pixels; None: as it is
+                 min_scale=1., # Least share of the image in a crop of a training batch
+                 flip=0., # Chance to be mirrored
+        ):
         super().__init__()
         self.size,self.min_scale,self.flip,self.rng = size,min_scale,flip,torch.Generator()
     def reseed(self, seed): self.rng.manual_seed(seed)

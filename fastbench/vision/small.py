@@ -26,7 +26,12 @@ def _conv(c_in, c_out, stride=1, k=3): return nn.Conv2d(c_in, c_out, k, stride, 
 
 class PreactBlock(nn.Module):
     "Norm, activation, convolution, twice, beside a shortcut"
-    def __init__(self, c_in, c_out, stride, act, norm):
+    def __init__(self, c_in, # Channels in
+                 c_out, # Channels out
+                 stride, # Of the first convolution
+                 act, # Activation, a class
+                 norm, # Batch norm, a class
+        ):
         super().__init__()
         self.first = nn.Sequential(norm(c_in), act())
         self.branch = nn.Sequential(_conv(c_in, c_out, stride), norm(c_out), act(), _conv(c_out, c_out))
@@ -35,7 +40,12 @@ class PreactBlock(nn.Module):
         y = self.first(x)
         return self.branch(y) + (x if self.short is None else self.short(y))
 
-def resnet18(c_in, n_out, act=nn.ReLU, norm=nn.BatchNorm2d, twice=False):
+def resnet18(c_in, # Input channels
+             n_out, # Outputs
+             act=nn.ReLU, # Activation, a class
+             norm=nn.BatchNorm2d, # Batch norm, a class
+             twice=False, # A second norm and activation after the stem, as the winner had
+    ):
     "The preactivation ResNet18 of DAWNBench's winner"
     widths,layers = [64, 64, 128, 128, 256, 256, 512, 512],[_conv(c_in, 64)]
     if twice: layers += [norm(64), act()]
@@ -51,7 +61,8 @@ class Residual(nn.Sequential):
 
 class Scale(nn.Module):
     "Times a constant"
-    def __init__(self, by):
+    def __init__(self, by # Factor
+        ):
         super().__init__()
         self.by = by
     def forward(self, x): return x*self.by
@@ -59,7 +70,7 @@ class Scale(nn.Module):
 
 def _both(c, act, norm): return Residual(_block(c, c, act, norm), _block(c, c, act, norm))
 
-def resnet9(c_in, n_out, act=nn.ReLU, norm=nn.BatchNorm2d, stem=None):
+def resnet9(c_in, n_out, act=nn.ReLU, norm=nn.BatchNorm2d, stem=None): # as for `resnet18`; stem: in place of the first convolution
     "David Page's ResNet9"
     stem = stem or _block(c_in, 64, act, norm)
     return nn.Sequential(stem, _block(64, 128, act, norm, True), _both(128, act, norm), _block(128, 256, act, norm, True), _block(256, 512, act, norm, True),
@@ -68,7 +79,9 @@ def resnet9(c_in, n_out, act=nn.ReLU, norm=nn.BatchNorm2d, stem=None):
 # %% ../../nbs/33_vision.small.ipynb #ec43f465
 class GhostBatchNorm(nn.BatchNorm2d):
     "Batch norm over parts of `samples` images; over the whole batch where that does not divide it"
-    def __init__(self, num_features, samples=32, **kwargs):
+    def __init__(self, num_features, # Channels
+                 samples=32, # Of a ghost batch
+                 **kwargs):
         super().__init__(num_features, **kwargs)
         self.samples = samples
 
@@ -112,7 +125,7 @@ def _group(c_in, c_out, act, norm):
     for o in (a, b): nn.init.dirac_(o.weight[:o.in_channels])
     return nn.Sequential(a, nn.MaxPool2d(2), _shift_norm(c_out, norm), act(), b, _shift_norm(c_out, norm), act())
 
-def airbench(c_in, n_out, act=nn.GELU, norm=nn.BatchNorm2d):
+def airbench(c_in, n_out, act=nn.GELU, norm=nn.BatchNorm2d): # as for `resnet18`
     "A net after Keller Jordan's airbench94"
     stem = nn.Sequential(nn.Conv2d(c_in, 8*c_in, 2), act())
     return nn.Sequential(stem, _group(8*c_in, 64, act, norm), _group(64, 256, act, norm), _group(256, 256, act, norm), nn.AdaptiveMaxPool2d(1), nn.Flatten(),

@@ -84,7 +84,7 @@ def split_each(labels, # Number of the category of each item
     for i,o in enumerate(labels): groups.setdefault(int(o), []).append(i)
     return {i for k in sorted(groups) for i in rng.sample(groups[k], max(1, round(share*len(groups[k]))) if share else 0)}
 
-def load_digits_set(source, seed=42, **kwargs):
+def load_digits_set(source, seed=42, **kwargs): # as for `load_source`; source: its `Source`
     "The digits as 8x8 arrays of bytes"
     from sklearn.datasets import load_digits
     d = load_digits()
@@ -179,7 +179,7 @@ def _manifest(folder):
     except (OSError, ValueError, KeyError, AttributeError): return None
 
 # %% ../../nbs/30_vision.sources.ipynb #0bfc138a
-def load_photos_set(source, seed=42, **kwargs):
+def load_photos_set(source, seed=42, **kwargs): # as for `load_source`; source: its `Source`
     "The files of `photos`, drawn at the first call"
     folder = cache_dir()/'data'/f'photos-{source.version}'
     if not (m := _manifest(folder)):
@@ -210,7 +210,7 @@ def scan_folders(folder, # Holds `train/` and one of `val/`, `valid/`, `test/`, 
     return (classes, *([Item(o, number[o.parent.name]) for o in part] for part in found))
 
 # %% ../../nbs/30_vision.sources.ipynb #b32b32e2
-def load_fetched_set(source, seed=42, offline=False, tell=None):
+def load_fetched_set(source, seed=42, offline=False, tell=None): # as for `load_source`; source: its `Source`
     "The files of a set of fastai's: unpacked at the first call, downloaded where the archive is not here"
     folder = fastai_set(source.url, source.name, f"data='{source.fallback}' works without a download",
                         f"train and {'val' if 'imagenette' in source.name else 'test'} folders", offline, tell)

@@ -1,0 +1,59 @@
+"Links of a built site that lead nowhere: files and anchors, in pages and in their Markdown twins."
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+REFS = dict(a='href', link='href', img='src', script='src', iframe='src', source='src')
+
+
+class Read(HTMLParser):
+    "ids and references of a page"
+    def __init__(self, text):
+        super().__init__()
+        self.ids, self.refs, self.images = set(), [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.ids |= {attrs[k] for k in ('id', 'name') if attrs.get(k) and (k == 'id' or tag == 'a')}
+        if tag in REFS and attrs.get(REFS[tag]) is not None and attrs.get('rel') not in ('canonical', 'prev', 'next'): self.refs.append((tag, attrs[REFS[tag]]))
+        if tag == 'img': self.images.append((attrs.get('src'), attrs.get('alt')))
+
+
+def read(site): return {p.relative_to(site).as_posix(): Read(p.read_text(encoding='utf-8')) for p in sorted(Path(site).rglob('*.html'))}
+
+
+def split(url, page):
+    "(file, anchor) that `url` names on `page`; None for another host, a script or data"
+    u = urlsplit(url)
+    if u.scheme or u.netloc: return None
+    path = unquote(u.path)
+    file = (Path(page).parent/path).as_posix() if path and not path.startswith('/') else path.lstrip('/') or page
+    parts = []
+    for o in file.split('/'): parts = parts[:-1] if o == '..' else parts if o == '.' else parts + [o]
+    return '/'.join(parts), unquote(u.fragment)
+
+
+def dead(site, pages=None):
+    "'page: link' of every reference within `site` that leads nowhere; `pages` is what `read` gave, if it was read"
+    site, pages, res = Path(site), read(site) if pages is None else pages, []
+    for page, html in pages.items():
+        if page == '404.html': continue  # its links are seen from the root of a host
+        for tag, url in html.refs:
+            to = split(url, page)
+            if to is None: continue
+            file, anchor = to
+            if not (site/file).is_file() or anchor and file in pages and anchor not in pages[file].ids: res.append(f'{page}: {url}')
+    for path in sorted(site.rglob('*.md')) + sorted(site.glob('llms.txt')):
+        page = path.relative_to(site).as_posix()
+        for url in re.findall(r'\]\(([^)\s]+)\)', without_code(path.read_text(encoding='utf-8'))):
+            to = split(url, page)
+            if to and not (site/to[0]).is_file(): res.append(f'{page}: {url}')
+    return res
+
+
+def without_code(text):
+    text = re.sub(r'^(`{3,}).*?^\1`*$', '', text, flags=re.M | re.S)
+    text = re.sub(r'^    .*$', '', text, flags=re.M)
+    return re.sub(r'(?<!`)(`+)(?!`)(?:(?!\n\n).)+?(?<!`)\1(?!`)', lambda m: '`x`', text, flags=re.S)

@@ -1,0 +1,220 @@
+"""The documentation site: `python docs/make.py` writes `site/`, from the notebooks, the modules and the Markdown files of this repository.
+
+Markdown is generated into `build/docs/` and rendered there by Zensical; a build that fails leaves the old `site/` as it was.
+`python3 bootstrap.py docs` installs what this needs.
+"""
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from posixpath import dirname, relpath
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path[:0] = [o for o in (str(HERE), str(ROOT)) if o not in sys.path]
+OLDEST = 3, 11
+SECTIONS = dict(tutorials='Tutorials', explanations='Explanations')
+MORE = [('CHANGELOG.md', 'changelog.md'), ('CONTRIBUTING.md', 'reference/contributing.md'), ('docs/architecture.md', 'reference/architecture.md')]
+FRONT = re.compile(r'\A---\n.*?\n---\n+', re.S)
+
+
+class CannotBuild(Exception): "Why there is no site, in one line"
+
+
+def check():
+    "Is what the site needs here?"
+    if sys.version_info < OLDEST: raise CannotBuild('Zensical, which renders the pages, needs Python %d.%d or newer; this is %d.%d' % (*OLDEST, *sys.version_info[:2]))
+    if not find_spec('zensical'): raise CannotBuild("Zensical is not installed: python3 bootstrap.py docs installs it, or the extra does: pip install -e '.[docs]'")
+
+
+def stem(path): return re.sub(r'^\d+[a-z]?_', '', path.stem)
+
+
+def books_of(root):
+    "All notebooks with their pages"
+    from names import Book, default_exp
+    from fastcore.nbio import read_nb
+    res = []
+    for path in sorted((root/'nbs').rglob('*.ipynb')):
+        inside = path.relative_to(root/'nbs')
+        if any(o.startswith(('.', '_')) for o in inside.parts): continue
+        if inside.parts[0] in SECTIONS and len(inside.parts) == 2: page = f'{inside.parts[0]}/{stem(path)}.md'
+        elif inside.name == 'index.ipynb' and len(inside.parts) == 1: page = 'index.md'
+        else: page = f"reference/{default_exp(read_nb(path)) or stem(path)}.md"
+        res.append(Book(path, page, root))
+    return res
+
+
+class Site:
+    "Pages as Markdown: `texts` for Zensical, `twins` for readers of Markdown"
+    def __init__(self, root=ROOT):
+        import reference
+        from convert import Pictures
+        from names import Names
+        self.root, self.books, self.pictures = root, books_of(root), (Pictures(), Pictures())
+        self.scripts = {o.relative_to(root).as_posix(): f'source/{o.relative_to(root).as_posix()[:-3]}.md' for o in sorted((root/'benchmarks').glob('*.py'))}
+        self.names = Names(self.books, root, {**dict(MORE), **self.scripts}, reference.commands(), reference.recipe_names())
+        self.texts, self.twins, self.about = {}, {}, {}
+        self.notebooks()
+        self.generated()
+
+    def add(self, page, text, twin=None, about=''):
+        self.texts[page], self.twins[page] = unescaped(text), plain(twin or text)
+        self.about[page] = about or next((o[2:] for o in FRONT.sub('', text).splitlines() if o.startswith('> ')), '')
+
+    def notebooks(self):
+        from convert import notebook
+        for b in self.books:
+            text, twin = notebook(b.path, b.page, self.names, self.pictures)
+            if b.module: text, twin = (after_title(t, self.where(b, i)) for i, t in enumerate((text, twin)))
+            self.add(b.page, text, twin, b.subtitle)
+            if b.module:
+                file = f"fastbench/{b.module.replace('.', '/')}.py"
+                self.source(file, f'source/{b.module}.md', (b.title, self.names.link(f'source/{b.module}.md', b.page)))
+
+    def where(self, b, twin):
+        source = self.names.link(b.page, f'source/{b.module}.md')
+        return f'`fastbench.{b.module}` · [source]({source}) · notebook `{b.file}`' + ('' if twin else '\n{.where}')
+
+    def source(self, file, page, back=None):
+        from reference import source_page
+        text = (self.root/file).read_text(encoding='utf-8')
+        self.add(page, source_page(file, text, back), about='source')
+
+    def generated(self):
+        import reference
+        from convert import linked, markdown_file
+        for file, page in MORE:
+            text = (self.root/file).read_text(encoding='utf-8')
+            self.add(page, *(markdown_file(text, page, self.names, dirname(file), twin) for twin in (False, True)), about=paragraph(text))
+        for file, page in self.scripts.items(): self.source(file, page)
+        for page, text in (('reference/commands.md', reference.commands_page(self.names)), ('reference/recipes.md', reference.recipes_page()),
+                           ('reference/run-fields.md', reference.run_page(self.root)), ('reference/names.md', reference.names_page(self.names))):
+            self.add(page, *(linked(text, page, self.names, twin=twin) for twin in (False, True)))
+        self.texts['reference/names.md'] = '---\nsearch:\n  exclude: true\n---\n\n' + self.texts['reference/names.md']  # else each name is found twice
+        for part, title in SECTIONS.items():
+            mine = [b for b in self.books if b.page.startswith(f'{part}/')]
+            if mine: self.add(f'{part}/index.md', f'# {title}\n\n' + '\n'.join(f'- [{b.title}]({b.page.split("/")[-1]}): {b.subtitle}' for b in mine) + '\n', about=f'All {part}')
+
+    # Navigation
+
+    def groups(self):
+        "Heading of the reference -> [(title, page)]"
+        from names import GROUPS, group_of
+        res = {t: [(b.title, b.page) for b in self.books if b.page.startswith('reference/') and group_of(b.module or stem(b.path)) == g] for g, t in GROUPS.items()}
+        res['Runs and statistics'][:0] = [('Recipes, suites and ladders', 'reference/recipes.md'), ('Fields of a Run', 'reference/run-fields.md')]
+        res['Command line'].insert(0, ('Commands', 'reference/commands.md'))
+        return {'': [('All names', 'reference/names.md')], **res, 'How fastbench is made': [('Architecture', 'reference/architecture.md'), ('Contributing', 'reference/contributing.md')]}
+
+    @property
+    def nav(self):
+        "For Zensical"
+        def items(pairs): return [{t: p} for t, p in pairs]
+        res = [{'Home': 'index.md'}]
+        for part, title in SECTIONS.items():
+            mine = [(b.title, b.page) for b in self.books if b.page.startswith(f'{part}/')]
+            if mine: res.append({title: [f'{part}/index.md', *items(mine)]})
+        ref = [o for t, pairs in self.groups().items() for o in (items(pairs) if not t else [{t: items(pairs)}])]
+        return [*res, {'Reference': ref}, {'Changelog': 'changelog.md'}]
+
+    @property
+    def llms(self):
+        "llms.txt: every page as Markdown, with what it is about"
+        def line(title, page): return f'- [{title}]({page})' + (f': {one_line(self.about[page])}' if self.about.get(page) else '')
+        home = next(b for b in self.books if b.page == 'index.md')
+        parts = [f'# {home.title}\n\n> {home.subtitle}', 'Each page is here as Markdown, beside its HTML under the same name.', '## Start\n\n' + line('Home', 'index.md')]
+        for part, title in SECTIONS.items():
+            mine = [b for b in self.books if b.page.startswith(f'{part}/')]
+            if mine: parts.append(f'## {title}\n\n' + '\n'.join([line(title, f'{part}/index.md')] + [line(b.title, b.page) for b in mine]))
+        for t, pairs in self.groups().items(): parts.append(f'## {t or "Reference"}\n\n' + '\n'.join(line(*o) for o in pairs))
+        parts.append('## Changes\n\n' + line('Changelog', 'changelog.md'))
+        listed = set(re.findall(r'\]\(([^)]+)\)', '\n'.join(parts)))
+        parts.append('## Optional\n\n' + '\n'.join(f'- [{FRONT.sub("", self.texts[p]).splitlines()[0][2:]}]({p})' for p in sorted(self.texts) if p not in listed))
+        return '\n\n'.join(parts) + '\n'
+
+
+def one_line(text): return re.sub(r'\[([^\]]+)\]\([^)]+\)', r'\1', ' '.join(text.split()))
+
+
+def paragraph(text):
+    "The first paragraph of prose"
+    return next((' '.join(o.split()) for o in text.split('\n\n') if not o.startswith(('#', '```', '|', '<', '-'))), '')
+
+
+def after_title(text, line):
+    "`line` after title and subtitle"
+    head = re.match(r'# [^\n]*\n+(?:> [^\n]*\n)*', text)
+    at = head.end() if head else 0
+    return text[:at].rstrip() + f'\n\n{line}\n\n' + text[at:].lstrip('\n')
+
+
+def unescaped(text):
+    "Python-Markdown shows the backslash of a `a\\|b` in a table"
+    return '\n'.join(re.sub(r'`[^`\n]+`', lambda m: m[0].replace('\\|', '|'), o) if o.startswith('|') else o for o in text.split('\n'))
+
+
+def plain(text):
+    "Without what only Zensical reads"
+    text = FRONT.sub('', text)
+    text = re.sub(r'^(`{3,})\{\.(\w+)[^}\n]*\}$', lambda m: m[1] + (m[2] if m[2] != 'text' else ''), text, flags=re.M)
+    text = re.sub(r'^(#+ .*?) \{#[^}\n]*\}$', r'\1', text, flags=re.M)
+    return re.sub(r'(?<=\))\{\.\w+\}|<a id="[^"]*"></a>', '', text)
+
+
+def write(folder, files):
+    for name, data in files.items():
+        path = folder/name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data if isinstance(data, bytes) else data.encode())
+
+
+def settings(nav):
+    "The whole configuration as TOML"
+    return (HERE/'zensical.toml').read_text(encoding='utf-8').replace('[project]\n', f'[project]\ndocs_dir = "pages"\nsite_dir = "site"\nnav = {toml(nav)}\n', 1)
+
+
+def toml(o):
+    if isinstance(o, dict): return '{ ' + ', '.join(f'{json.dumps(k)} = {toml(v)}' for k, v in o.items()) + ' }'
+    return '[' + ', '.join(map(toml, o)) + ']' if isinstance(o, list) else json.dumps(o, ensure_ascii=False)
+
+
+def render(work):
+    "Zensical over `work`"
+    got = subprocess.run([sys.executable, '-m', 'zensical', 'build', '--clean', '--strict', '-f', str(work/'zensical.toml')], cwd=work, capture_output=True, text=True)
+    said = re.sub(r'\x1b\[[0-9;?]*[A-Za-z]', '', got.stdout + got.stderr.split('Traceback')[0]).strip()
+    if got.returncode: raise CannotBuild('Zensical failed:\n' + said[-6000:])
+    return got.stdout
+
+
+def make(out=ROOT/'site', work=ROOT/'build'/'docs', root=ROOT):
+    "Write the site to `out`; returns its `Site`"
+    check()
+    site = Site(root)
+    shutil.rmtree(work, ignore_errors=True)
+    write(work/'pages', {**site.texts, **site.pictures[False], **{f'theme/{o.name}': o.read_bytes() for o in (HERE/'theme').iterdir()}})
+    write(work, {'zensical.toml': settings(site.nav)})
+    render(work)
+    write(work/'site', {**site.twins, **site.pictures[True], 'llms.txt': site.llms})
+    from links import dead
+    broken = dead(work/'site')
+    if broken: raise CannotBuild(f'{len(broken)} dead links:\n' + '\n'.join(broken[:40]))
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.move(work/'site', out)
+    return site
+
+
+def main():
+    os.environ.setdefault('MPLBACKEND', 'agg')
+    try: site = make()
+    except CannotBuild as e:
+        print(f'docs: {e}', file=sys.stderr)
+        return 4
+    print(f"docs: {len(site.texts)} pages in {ROOT/'site'/'index.html'}")
+    return 0
+
+
+if __name__ == '__main__': sys.exit(main())

@@ -1,0 +1,174 @@
+"""Pages that no notebook holds, each from where its facts live: commands from the typer app, recipes from the registry, a Run's fields
+from its class and a kept Run, names from the modules, and the source itself."""
+import inspect
+import json
+from dataclasses import MISSING, fields
+from enum import Enum
+
+from convert import fence
+from names import GROUPS, cell, group_of
+
+SAID = dict(int='INTEGER', float='NUMBER', str='TEXT', Path='PATH', bool='')
+
+
+def table(head, *rows):
+    "A Markdown table; nothing without rows, no column without a value"
+    keep = [i for i in range(len(head)) if any(str(r[i]) for r in rows)]
+    head, rows = [head[i] for i in keep], [[r[i] for i in keep] for r in rows]
+    if not rows: return ''
+    return '\n'.join(['| ' + ' | '.join(head) + ' |', '| ' + ' | '.join(['---']*len(head)) + ' |'] + ['| ' + ' | '.join(cell(str(o)) for o in r) + ' |' for r in rows])
+
+
+def code(o): return f'`{o}`' if o not in ('', None) else ''
+
+
+# Commands
+
+def commands():
+    "name -> function, as the `fastbench` command knows them"
+    import fastbench.cli  # noqa: F401, adds the commands
+    from fastbench.terminal import app
+    return {o.name or o.callback.__name__.replace('_', '-'): o.callback for o in app.registered_commands}
+
+
+def options(func):
+    "A dict a parameter: names, value, default, about, argument?"
+    from fastbench.showdoc import ann_parts, type_name
+    res = []
+    for k, p in inspect.signature(func, eval_str=True).parameters.items():
+        kind, more = ann_parts(p.annotation)
+        info = next((o for o in more if hasattr(o, 'help')), None)
+        if info is None: continue
+        args = [o for o in getattr(kind, '__args__', ()) if o is not type(None)]
+        if args and not isinstance(kind, type): kind = args[0]
+        kind = args[0] if getattr(kind, '__origin__', None) is list or (args and kind is list) else getattr(kind, '__args__', [kind])[0]
+        argument = type(info).__name__ == 'ArgumentInfo'
+        names = [o for o in (info.default, *(info.param_decls or ())) if isinstance(o, str) and o.startswith('-')] or ['--' + k.replace('_', '-')]
+        choices = '|'.join(o.value for o in kind) if isinstance(kind, type) and issubclass(kind, Enum) else ''
+        value = info.metavar or choices or SAID.get(type_name(kind), '')
+        if info.min is not None and info.max is None and not info.metavar: value += f' from {info.min}'
+        default = p.default.value if isinstance(p.default, Enum) else p.default
+        default = info.show_default if isinstance(info.show_default, str) else '' if default in (None, inspect.Parameter.empty, False) or info.show_default is False else default
+        res.append(dict(names=[info.metavar or k.upper()] if argument else names, value='' if argument else value, default=default, required=argument and p.default is inspect.Parameter.empty,
+                        about=(info.help or '') + (f' Environment: `{info.envvar}`.' if info.envvar else '')))
+        res[-1]['argument'], res[-1]['choices'] = argument, choices
+    return res
+
+
+def commands_page(names):
+    "Every command with every option"
+    from fastbench.terminal import app
+    parts = ['# Commands', f'> {app.info.help}', fence('fastbench [--version] [--help] COMMAND [ARGUMENTS] [OPTIONS]', 'sh'),
+             'Exit codes: 0 went well, 1 a gate was not passed (`--fail-above`), 2 a mistake in what was asked, 3 the Runs are not comparable, 4 what is needed is not there (data, memory, a network) '
+             'or a training failed, 130 interrupted.']
+    every = commands()
+    parts.append(table(['Command', 'What'], *((f'[`fastbench {k}`](#fastbench-{k})', inspect.getdoc(f).split('\n')[0]) for k, f in every.items())))
+    for k, f in every.items():
+        rows = options(f)
+        args = [o for o in rows if o['argument']]
+        usage = ' '.join([f'fastbench {k}', *(o['names'][0] if o['required'] else f"[{o['names'][0]}]" for o in args), '[OPTIONS]'])
+        parts += [f'## `fastbench {k}` {{#fastbench-{k} .symbol}}', fence(usage, 'sh'), inspect.getdoc(f),
+                  table(['Argument', 'What'], *((code(o['names'][0]), o['about'] + (f" One of {', '.join(map(code, o['choices'].split('|')))}." if o['choices'] else '')
+                                                 + (f" Default: {code(o['default'])}." if o['default'] != '' else '')) for o in args)),
+                  table(['Option', 'Value', 'Default', 'What'], *((', '.join(map(code, o['names'])), code(o['value']), code(o['default']), o['about']) for o in rows if not o['argument']))]
+        lives = next((m for m, n in names.public if m.startswith('command.') and names.obj(m, n) is f), None)
+        if lives:
+            book = next(b for b in names.books if b.module == lives)
+            parts.append(f'Shown at work: [{book.title}]({book.page.split("/")[-1]}).')
+    return '\n\n'.join(filter(None, parts)) + '\n'
+
+
+# Recipes
+
+def clock(x): return f'{x:,.4g} s' if x < 10000 else f'{x:,.0f} s'
+
+
+def recipe_names():
+    from fastbench.recipe import ladders, recipes, suites
+    return {*recipes(), *suites(), *ladders()}
+
+
+def recipes_page():
+    "Every recipe, suite and ladder with what their authors measured"
+    from fastbench import recipe as R
+    rungs = {f'{l.name}-{o.name}' for l in R.ladders().values() for o in l.rungs}
+    single = {k: v for k, v in R.recipes().items() if k not in rungs}
+    defaults = {o.name: o.default for o in fields(R.Recipe) if o.default is not MISSING}
+    parts = ['# Recipes, suites and ladders', '> What can be run by name, with every setting that is not the default, and the figures that its authors published',
+             'A published figure is of its author\'s machine and software. It is here to be set beside a Run, not to be reached: `fastbench run` prints it below what was measured.']
+    parts += ['## Suites', 'A suite is a list of recipes. `fastbench run SUITE` trains one after another, each in a process of its own.',
+              table(['Suite', 'Recipes', 'Each with'], *((f'<a id="{k}"></a>{code(k)}', ', '.join(f'[`{o}`](#{o})' for o in v),
+                                                           '; '.join(', '.join(f'`{a}={b!r}`' for a, b in o.items()) for o in R._variants.get(k, ()) if o)) for k, v in R.suites().items() if k not in R.ladders()))]
+    parts.append('## Recipes')
+    for k, r in single.items():
+        said = {o: getattr(r, o) for o in defaults if o != 'about' and getattr(r, o) != defaults[o]}
+        figures = R.published(k)
+        parts += [f'### `{k}` {{#{k} .symbol}}', sentence(r.about), ', '.join(f'`{a}={b!r}`' for a, b in said.items()),
+                  table(['Published on', 'Precision', 'Batch', 'Fit', 'Accuracy'], *((o['machine'], o['precision'], o.get('bs') or '', clock(o['seconds']), f"{o['accuracy']:.2%}" if o.get('accuracy') else '') for o in figures))]
+    parts += ['## Ladders', 'A ladder is a recipe and named changes, each on top of those before. `fastbench ladder NAME` trains every rung to the target.']
+    for k, l in R.ladders().items():
+        some = [bool(o.seconds) for o in l.rungs]
+        rows = [(f'<a id="{k}-{o.name}"></a>{code(o.name)}', o.about[:1].upper() + o.about[1:], ', '.join(f'`{a}={brief(b)}`' for a, b in o.changes.items()),
+                 *((clock(o.seconds) if o.seconds else '', f'{o.accuracy:.2%}' if o.accuracy else '') if any(some) else ())) for o in l.rungs]
+        parts += [f'### `{k}` {{#{k} .symbol}}', sentence(l.about), table(['Rung', 'What was changed', 'Fields', *(('Published', 'Accuracy') if any(some) else ())], *rows)]
+    fs = [(f'<a id="field-{o.name}"></a>{code(o.name)}', code(repr(defaults[o.name])) if o.name in defaults else '', sentence(o.metadata['about']), o.metadata['rule'][1]) for o in fields(R.Recipe)]
+    parts += ['## Fields of a recipe', '`fastbench run RECIPE --set FIELD=VALUE` changes any of them.', table(['Field', 'Default', 'What', 'May be'], *fs)]
+    return '\n\n'.join(filter(None, parts)) + '\n'
+
+
+def brief(o):
+    text = repr(o)
+    return text if len(text) < 40 else '...'
+
+
+def sentence(text): return text[:1].upper() + text[1:] + ('' if text.endswith(('.', '!')) or not text else '.')
+
+
+# A Run
+
+def run_page(root):
+    "Every field of a Run, with what a kept one holds"
+    from fastbench.record import SCHEMA, STATUSES, Run
+    from fastbench.showdoc import ParameterTable, type_name
+    kept = sorted((root/'benchmarks'/'results').glob('*.json'))
+    example = json.loads(kept[-1].read_text(encoding='utf-8')) if kept else {}
+    about = ParameterTable(Run).dm
+    rows = [(code(o.name), code(type_name(o.type)), about[o.name].docment if isinstance(about[o.name].docment, str) else '') for o in fields(Run)]
+    parts = ['# Fields of a Run', f'> What one training leaves: a JSON object, schema {SCHEMA}, one file a Run',
+             'What was not measured is missing, never zero. Raw values of every step are in `profile`; tables and statistics are computed when they are read, by [`Run`](record.md#Run).',
+             table(['Field', 'Type', 'What'], *rows), '## Statuses', table(['`status`', 'Meaning'], *((code(k), v) for k, v in STATUSES.items()))]
+    if example:
+        parts += ['## One of them, field by field', f'From `benchmarks/results/{kept[-1].name}`, as it was kept. Lists are cut, and other Runs may hold more or less: what a machine cannot say is left out.',
+                  table(['Field', 'Value'], *((code(k), code(v)) for k, v in leaves({k: v for k, v in example.items() if k not in ('recipe', 'profile')})))]
+        parts += ['## Its profile', 'Columns of raw values, a number a step; [`from_dict`](phases.md#from_dict) reads it.',
+                  table(['Field', 'Value'], *((code(k), code(v)) for k, v in leaves(example.get('profile') or {})))]
+    return '\n\n'.join(filter(None, parts)) + '\n'
+
+
+def leaves(o, prefix=''):
+    "(path, JSON) of everything in nested dicts, lists cut"
+    for k, v in o.items():
+        if isinstance(v, dict) and v and not prefix.startswith('environment.versions'): yield from leaves(v, f'{prefix}{k}.')
+        else:
+            text = json.dumps(v, ensure_ascii=False)
+            yield prefix + k, text if len(text) <= 90 else text[:86] + ' ...'
+
+
+# Names, source
+
+def names_page(names):
+    "Every public name, by room"
+    parts = ['# All names', '> Every public function, class, method and constant, and the page that shows it']
+    for g, title in GROUPS.items():
+        parts.append(f'## {title}')
+        for b in names.books:
+            if not b.module or group_of(b.module) != g: continue
+            rows = [(f'[`{n}`]({b.page.split("/")[-1]}#{n})', names.about(m, n)) for (m, n), book in names.public.items() if book is b]
+            if rows: parts += [f'### [{b.title}]({b.page.split("/")[-1]})', f'`fastbench.{b.module}`', table(['Name', 'What'], *rows)]
+    return '\n\n'.join(parts) + '\n'
+
+
+def source_page(file, text, back):
+    "A file of the repository, line by line"
+    links = f'\n\nShown at work: [{back[0]}]({back[1]}).' if back else ''
+    return f'---\nsearch:\n  exclude: true\nhide: [navigation, toc]\n---\n\n# {file}{links}\n\n' + fence(text, '{.python linenums="1"}') + '\n'

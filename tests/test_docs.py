@@ -1,0 +1,439 @@
+"The documentation site: every page of it, built once and read by a real browser; and what must hold where there is neither Zensical nor a browser."
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = [o for o in sorted((ROOT/'nbs').rglob('*.ipynb')) if not any(p.startswith(('.', '_')) for p in o.relative_to(ROOT).parts)]
+SOME = 'index.html reference/compare.html reference/recipes.html reference/commands.html reference/callback.profiler.html reference/report.html reference/names.html changelog.html'.split()
+
+
+@pytest.fixture(scope='module')
+def docs():
+    "The modules of docs/"
+    before, path = set(sys.modules), str(ROOT/'docs')
+    sys.path.insert(0, path)
+    yield importlib.import_module
+    sys.path.remove(path)
+    for o in set(sys.modules) - before:
+        if getattr(sys.modules[o], '__file__', None) and str(Path(sys.modules[o].__file__).parent) == path: del sys.modules[o]
+
+
+@pytest.fixture(scope='module')
+def built(docs, tmp_path_factory):
+    "The site, made once: (folder, Site)"
+    make, folder = docs('make'), tmp_path_factory.mktemp('a site')
+    try: make.check()
+    except make.CannotBuild as e: pytest.skip(str(e))
+    return folder/'site', make.make(folder/'site', folder/'work')
+
+
+@pytest.fixture(scope='module')
+def site(built): return built[0]
+
+
+@pytest.fixture(scope='module')
+def url(site):
+    "The site on a local server"
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *args): pass
+    server = ThreadingHTTPServer(('127.0.0.1', 0), partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f'http://127.0.0.1:{server.server_port}/'
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope='module')
+def html(site, docs):
+    "page -> ids, references, images"
+    return docs('links').read(site)
+
+
+# Every page
+
+def pages(site): return [o.relative_to(site).as_posix() for o in sorted(site.rglob('*.html')) if o.parent.name != 'pictures' and o.name != '404.html']
+
+
+def test_no_dead_link(site, docs, html): assert docs('links').dead(site, html) == []
+
+
+def test_dead_links_are_seen(docs, tmp_path):
+    (tmp_path/'in').mkdir()
+    (tmp_path/'a.html').write_text('<h1 id="x"><a href="in/b.html#no">1</a><a href="in/b.html#y">2</a><a href="gone.html">3</a><a href="#x">4</a><a href="#z">5</a><img src="no.png"><a href="https://a.b/c">6</a>')
+    (tmp_path/'in/b.html').write_text('<p id="y"><a href="../a.html#x">1</a><a href="a.html">2</a>')
+    (tmp_path/'a.md').write_text('[1](in/b.html) [2](in/c.md) `[3](gone.md)`\n```\n[4](gone.md)\n```\n')
+    assert docs('links').dead(tmp_path) == ['a.html: in/b.html#no', 'a.html: gone.html', 'a.html: #z', 'a.html: no.png', 'in/b.html: a.html', 'a.md: in/c.md']
+
+
+def test_pages_are_small_and_have_a_twin(site):
+    for page in pages(site):
+        assert (site/page).stat().st_size < 1_000_000, page
+        twin = (site/page).with_suffix('.md').read_text(encoding='utf-8')
+        assert twin.startswith('# ') and len(twin) > 40, page
+        assert not re.search(r'^#+ .*\{#|\{\.(source|symbol|where|output)|^search:|^\{\.', twin, re.M), page
+
+
+def test_images_have_alt_text(html):
+    found = [o for p, h in html.items() if not p.startswith('pictures/') for o in h.images]
+    assert len(found) > 10 and all(alt and len(alt) > 8 for _, alt in found)
+
+
+def test_llms_txt_lists_every_page(site):
+    text = (site/'llms.txt').read_text(encoding='utf-8')
+    assert text.startswith('# fastbench\n\n> ')
+    listed = re.findall(r'^- \[[^\]]+\]\(([^)]+)\)', text, re.M)
+    assert sorted(listed) == sorted(o.removesuffix('.html') + '.md' for o in pages(site))
+
+
+def test_a_page_for_every_notebook(built):
+    site, made = built
+    assert {b.path for b in made.books} == set(NOTEBOOKS)
+    places = [b.page for b in made.books]
+    assert len(set(places)) == len(places)
+    nav = json.dumps(made.nav)
+    for b in made.books:
+        html = site/(b.page.removesuffix('.md') + '.html')
+        assert html.exists() and f'"{b.page}"' in nav, b.file
+        assert b.title in html.read_text(encoding='utf-8').replace('&amp;', '&').replace('&#x27;', "'")
+
+
+def test_every_name_is_shown_once_with_its_source(built, html):
+    made, n = built[1], 0
+    assert len(made.names.public) > 500
+    for (module, name), b in made.names.public.items():
+        page = html[b.page.removesuffix('.md') + '.html']
+        assert name in page.ids, (module, name)
+        source = html[f'source/{module}.html']
+        n += f"__codelineno-0-{made.names.lines[module].get(name, 0)}" in source.ids
+    assert n == len(made.names.public)
+    exported = {(m.removeprefix('fastbench.'), o) for m in sys.modules if m.startswith('fastbench.') and m != 'fastbench.all'
+                and (ROOT/(m.replace('.', '/') + '.py')).exists() for o in getattr(sys.modules[m], '__all__', ())}
+    assert exported <= set(made.names.public)
+
+
+def test_the_line_of_a_name_is_where_it_is_made(built):
+    made = built[1].names
+    for module, name, start in (('compare', 'compare', 'def compare('), ('record', 'Run.as_dict', '@patch'), ('record', 'STATUSES', 'STATUSES = '), ('query', 'select', 'def select(')):
+        text = (ROOT/f'fastbench/{module}.py').read_text().splitlines()
+        assert text[made.lines[module][name]-1].startswith(start)
+
+
+def test_commands_are_those_of_the_command_line(built):
+    text = (built[0]/'reference/commands.md').read_text(encoding='utf-8')
+    def said(*args): return subprocess.run([sys.executable, '-m', 'fastbench', *args, '--help'], capture_output=True, text=True, cwd=ROOT, env={'TERM': 'dumb', 'COLUMNS': '200', 'PATH': ''}).stdout
+    parts = re.split(r'^## `fastbench ([a-z-]+)`$', text, flags=re.M)
+    by_name = dict(zip(parts[1::2], parts[2::2]))
+    listed = re.findall(r'^  ([a-z-]+) ', said().split('Commands:')[1], re.M)
+    assert list(by_name) == listed and len(listed) > 8
+    for name in ('run', 'list', 'ab'):
+        options = set(re.findall(r'^  (?:-\w, )?(--[a-z-]+)', said(name).split('Options:')[1], re.M)) - {'--help'}
+        assert len(options) > 5 and {o for o in options if f'`{o}`' not in by_name[name]} == set()
+
+
+def test_recipes_are_those_of_the_registry(built):
+    from fastbench.recipe import ladders, published, recipes, suites
+    text = (built[0]/'reference/recipes.md').read_text(encoding='utf-8')
+    html = (built[0]/'reference/recipes.html').read_text(encoding='utf-8')
+    for o in recipes(): assert f'id="{o}"' in html, o
+    for o in suites(): assert f'`{o}`' in text
+    for r in recipes():
+        for o in published(r): assert o['machine'] in text and f"{o['seconds']:,.4g} s" in text or f"{o['seconds']:,.0f} s" in text
+    for ladder in ladders().values():
+        for rung in ladder.rungs: assert rung.seconds is None or f'{rung.seconds:,.4g} s' in text
+
+
+def test_every_field_of_a_run_is_described(built):
+    from fastbench.record import STATUSES, Run
+    text = (built[0]/'reference/run-fields.md').read_text(encoding='utf-8')
+    for o in Run.__dataclass_fields__: assert re.search(rf'^\| `{o}` \| `[^|]*(\\\|[^|]*)?` \| \S', text, re.M), o
+    for o in STATUSES: assert f'| `{o}` |' in text
+
+
+# In a browser
+
+def test_no_page_asks_another_host_says_an_error_or_scrolls_sideways(site, url, browser):
+    context = browser.new_context(viewport=dict(width=390, height=800))
+    page, requests, console, wide = context.new_page(), [], [], []
+    page.on('request', lambda o: requests.append(o.url))
+    page.on('console', lambda o: console.append((page.url, o.text)) if o.type in ('error', 'warning') else None)
+    page.on('pageerror', lambda o: console.append((page.url, str(o))))
+    page.on('response', lambda o: console.append((o.url, o.status)) if o.status >= 400 else None)
+    small = json.loads((site/'search.json').read_text(encoding='utf-8'))
+    small['items'] = small['items'][:3]  # its index is the same on each page, and takes most of the time
+    some = [o for o in pages(site) if not o.startswith('source/')] + ['source/compare.html', 'source/benchmarks/gains.html']
+    for i, o in enumerate(some):
+        if i == 3: context.route('**/search.json', lambda r: r.fulfill(json=small))
+        page.goto(url + o)
+        if page.evaluate('document.documentElement.scrollWidth > document.documentElement.clientWidth'): wide.append(o)
+    context.close()
+    assert {o for o in requests if not o.startswith(url) and not o.startswith(('data:', 'blob:', 'about:'))} == set()
+    assert console == [] and wide == []
+
+
+def test_code_fits_its_box_on_a_desktop(site, url, browser):
+    context = browser.new_context(viewport=dict(width=1280, height=900))
+    page, wide = context.new_page(), []
+    for o in [*SOME, 'reference/recipe.html', 'reference/table.html', 'reference/text.tokens.html', 'source/text.hf.html']:
+        page.goto(url + o)
+        wide += [(o, t) for t in page.evaluate('''[...document.querySelectorAll("pre code, .output.html")].filter(e => e.clientWidth && e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 80))''')]
+    context.close()
+    assert not wide, "\n".join(map(str, wide))
+
+
+# [text, ratio] of every text, colours that let something through painted over each other
+CONTRASTS = """() => {
+  const g = Object.assign(document.createElement('canvas'), {width: 1, height: 1}).getContext('2d', {willReadFrequently: true}), seen = new Map(), res = [];
+  const paint = colours => { const key = colours.join(); if (!seen.has(key)) { g.fillStyle = '#fff'; g.fillRect(0, 0, 1, 1);
+    for (const c of colours) { g.fillStyle = c; g.fillRect(0, 0, 1, 1) } seen.set(key, [...g.getImageData(0, 0, 1, 1).data].slice(0, 3)) } return seen.get(key) };
+  const lum = c => { const [r, g, b] = c.map(v => { v /= 255; return v <= .03928 ? v/12.92 : ((v+.055)/1.055)**2.4 }); return .2126*r + .7152*g + .0722*b };
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let n; n = walk.nextNode();) {
+    const e = n.parentElement, box = e.getBoundingClientRect(), s = getComputedStyle(e);
+    if (!n.textContent.trim() || box.width < 2 || box.height < 2 || s.visibility == 'hidden' || !e.checkVisibility({opacityProperty: true})) continue;
+    const back = []; for (let o = e; o; o = o.parentElement) back.unshift(getComputedStyle(o).backgroundColor);
+    const a = lum(paint([...back, s.color])), b = lum(paint(back));
+    res.push([n.textContent.trim().slice(0, 60), s.color, (Math.max(a, b) + .05)/(Math.min(a, b) + .05)]);
+  }
+  return res }"""
+
+
+@pytest.mark.parametrize('dark', [False, True])
+def test_text_can_be_read(url, visit, dark):
+    for o in SOME:
+        v = visit(url + o, dark=dark)
+        got = v.evaluate(CONTRASTS)
+        assert len(got) > 60 and [x for x in got if x[2] < 4.5] == [], o
+        back = v.evaluate('getComputedStyle(document.body).backgroundColor')
+        assert (sum(map(int, re.findall(r'\d+', back)[:3])) < 200) == dark
+
+
+# The search lives in a shadow root that is closed, also for a test
+OPEN = 'Element.prototype.attachShadow = (f => function(o) { return f.call(this, {...o, mode: "open"}) })(Element.prototype.attachShadow)'
+
+
+@pytest.fixture
+def search(url, browser):
+    "search(text, on page) -> page with the results of `text`, and the first of them"
+    contexts = []
+
+    def _search(text, page='index.html'):
+        contexts.append(browser.new_context(viewport=dict(width=1280, height=900)))
+        contexts[-1].add_init_script(OPEN)
+        contexts[-1].set_default_timeout(15_000)
+        p = contexts[-1].new_page()
+        p.goto(url + page, wait_until='networkidle')
+        p.locator('.md-search__button').first.focus()
+        p.keyboard.press('Enter')
+        p.locator('input:visible:not([type=radio])').last.fill(text)
+        found = p.locator('ol a:has(mark)')
+        found.first.wait_for()
+        return p, found
+    yield _search
+    for o in contexts: o.close()
+
+
+@pytest.mark.parametrize('name,place', [('compare_times', 'reference/verdict.html#compare_times'), ('TextDL', 'reference/text.loader.html#TextDL'),
+                                        ('fastbench ladder', 'reference/commands.html#fastbench-ladder')])
+def test_search_finds_a_name_and_lands_on_it(search, url, name, place):
+    page, found = search(name)
+    hrefs = [re.sub(r'\?[^#]*', '', o) for o in found.evaluate_all('all => all.map(o => o.getAttribute("href"))')]
+    assert url + place in hrefs[:12], hrefs
+    found.nth(hrefs.index(url + place)).click()
+    page.wait_for_url(re.compile(re.escape(place.split('#')[0])))
+    assert re.sub(r'\?[^#]*', '', page.url) == url + place
+    page.wait_for_function(f'(() => {{ const y = document.getElementById({place.split("#")[1]!r}).getBoundingClientRect().top; return y >= 0 && y < innerHeight }})()')
+
+
+def test_search_needs_no_mouse(search, url):
+    page, found = search('compare_times')
+    page.keyboard.press('Enter')  # the first
+    page.wait_for_url(re.compile('verdict.html.*#compare_times$'))
+
+
+def test_keyboard_reaches_search_and_navigation(url, visit):
+    v = visit(url + 'reference/compare.html')
+    seen = []
+    for _ in range(40):
+        v.page.keyboard.press('Tab')
+        seen.append(v.evaluate('(() => { const o = document.activeElement, s = getComputedStyle(o); return [o.tagName, o.className, (o.textContent || "").trim(), s.outlineStyle] })()'))
+    assert seen[0][2] == 'Skip to content'
+    assert any('md-search__button' in o[1] for o in seen) and any('md-tabs__link' in o[1] and o[2] == 'Changelog' for o in seen)
+    assert any('md-nav__link' in o[1] and o[2] == 'Optimizers' for o in seen)
+    v.page.locator('.md-tabs__link', has_text='Changelog').focus()
+    v.page.keyboard.press('Enter')
+    v.page.wait_for_url(url + 'changelog.html')
+
+
+# Without a browser, and without Zensical
+
+def exported():
+    "Modules that notebooks write"
+    return {m[1] for o in NOTEBOOKS if (m := re.search(r'"#\| *default_exp (\S+?)(?:\\n)?"', o.read_text(encoding='utf-8')))}
+
+
+def test_a_notebook_for_every_exported_module():
+    there = {'.'.join(o.relative_to(ROOT/'fastbench').with_suffix('').parts) for o in (ROOT/'fastbench').rglob('*.py') if 'AUTOGENERATED' in o.read_text(encoding='utf-8')[:400]}
+    assert there - {'_modidx'} == exported() and len(there) > 80
+
+
+@pytest.fixture(scope='module')
+def names(docs):
+    make, reference = docs('make'), docs('reference')
+    return docs('names').Names(make.books_of(ROOT), ROOT, {}, reference.commands(), reference.recipe_names())
+
+
+def test_every_public_name_has_a_docstring_and_docments(names, docs):
+    from functools import cached_property
+    from fastbench.showdoc import Documented, ParameterTable
+    commands, silent, nameless, n = list(docs('reference').commands().values()), [], [], 0
+    for module, name in names.public:
+        o, kinds = names.obj(module, name), (property, cached_property, classmethod, staticmethod)
+        if not isinstance(o, kinds) and (not callable(o) or any(o is c for c in commands)): continue
+        n += 1
+        if not Documented(o, name).docs: silent.append(f'{module}.{name}')
+        if not isinstance(o, (property, cached_property)): nameless += [f'{module}.{name}: {k}' for k in ParameterTable(o).missing]
+    assert n > 500 and silent == [] and nameless == []
+
+
+def test_every_option_of_a_command_says_what_it_is(docs):
+    for name, f in docs('reference').commands().items():
+        assert f.__doc__, name
+        for o in docs('reference').options(f): assert len(o['about']) > 3, (name, o)
+
+
+def test_tables_of_parameters_say_what_stands_elsewhere():
+    from fastbench.showdoc import ParameterTable, signature
+
+    class Old:
+        def go(self, x, # Where to
+               y=1, # How far
+            ): "Go"
+
+    class New(Old):
+        def go(self, x, y=2, fast=False): # fast: at once; metres
+            "Go"
+    New.go.__module__ = __name__
+    globals()['New'], New.go.__qualname__ = New, 'New.go'
+    try: got = [(o[0], o[3]) for o in ParameterTable(New.go).rows]
+    finally: del globals()['New']
+    assert got == [('x', 'Where to'), ('y', 'How far'), ('fast', 'at once'), ('', 'metres')]
+    assert signature('New.go', New.go) == 'New.go(x, y=2, fast=False)' and signature('New', New) == 'class New'
+
+    def one(a, b): pass
+    assert ParameterTable(one).missing == ['a', 'b']
+
+
+# The converter, on notebooks made for it
+
+@pytest.fixture
+def convert(docs, tmp_path):
+    "convert(cells) -> text for the site, text of the twin, pictures"
+    from fastcore.nbio import mk_cell, new_nb, write_nb
+    make, C, N = docs('make'), docs('convert'), docs('names')
+
+    def _convert(*cells, page='tutorials/a.md'):
+        (tmp_path/'nbs/tutorials').mkdir(parents=True, exist_ok=True)
+        for path, title in (('nbs/tutorials/01_a.ipynb', 'A'), ('nbs/tutorials/02_b.ipynb', 'B')):
+            made = [mk_cell(f'# {title}\n\n> sub', 'markdown')]
+            for src, outs in cells:
+                made.append(mk_cell(src, 'markdown' if outs is None else 'code'))
+                if outs is not None: made[-1]['outputs'] = outs
+            write_nb(new_nb(made), tmp_path/path)
+        books = make.books_of(tmp_path)
+        assert [b.page for b in books] == ['tutorials/a.md', 'tutorials/b.md']
+        pictures = C.Pictures(), C.Pictures()
+        return (*C.notebook(books[0].path, page, N.Names(books, tmp_path, {'CHANGELOG.md': 'changelog.md'}, {'run': None}, {'digits-xresnet18'}), pictures), pictures[0])
+    return _convert
+
+
+def out(**data): return dict(output_type='display_data', metadata={}, data={k.replace('_', '/'): v for k, v in data.items()})
+
+
+def said(text): return dict(output_type='stream', name='stdout', text=text)
+
+
+def test_hidden_cells_and_directives(convert):
+    site, twin, _ = convert(('#| hide\nsecret', [said('hidden')]), ('#| eval: false\n1+1', [out(text_plain='2')]), ('#| echo: false\nquiet()', [out(text_plain='loud')]),
+                            ('#| output: false\nshown()', [out(text_plain='unseen')]), ('!fastbench run 2>/dev/null | cat', [said('\x1b[1mran\x1b[0m\n')]),
+                            ('x = 1\ny = 2 #| hide_line', []), ('', [dict(output_type='stream', name='stderr', text='noise')]))
+    for text in (site, twin):
+        assert not any(o in text for o in ('secret', 'hidden', 'quiet', 'unseen', '#|', 'y = 2', 'noise', '\x1b', '2>/dev')) and all(o in text for o in ('1+1', 'loud', 'shown()', 'ran', 'x = 1'))
+    assert '```sh\nfastbench run\n```' in site and '```{.text .output}\n2\n```' in site and '```\n2\n```' in twin
+
+
+def test_callouts(convert):
+    site, twin, _ = convert((':::{.callout-tip title="Try it"}\none\n\ntwo\n:::\nafter', None), ('::: {.callout-warning}\nhot\n:::', None))
+    assert '!!! tip "Try it"\n\n    one\n\n    two\n\nafter' in site and '!!! warning "Warning"\n\n    hot' in site and ':::' not in site + twin
+    assert '> **Try it**\n>\n> one\n> \n> two' in twin
+
+
+def test_links_between_notebooks_and_names(convert):
+    site, _, _ = convert(('[b](02_b.ipynb#Part-2) [c](../../CHANGELOG.md) [d](https://a.b/c) [e](#x) `fastbench run x` `digits-xresnet18` [`fastbench run`](#x) `nothing`\n```\n[b](02_b.ipynb)\n```', None))
+    assert '[b](b.md#part-2) [c](../changelog.md) [d](https://a.b/c) [e](#x) [`fastbench run x`](../reference/commands.md#fastbench-run) [`digits-xresnet18`](../reference/recipes.md#digits-xresnet18) [`fastbench run`](#x) `nothing`' in site
+    assert '```\n[b](02_b.ipynb)\n```' in site
+
+
+def test_pictures_and_html(convert):
+    import base64
+    png = base64.b64encode(b'a picture').decode()
+    site, twin, files = convert(('#| fig-alt: A bar\nplot()', [out(image_png=png, text_plain='<Axes>')]), ('draw(x);', [out(image_png=png)]),
+                                ('df', [out(text_html='<div>\n<style scoped>\n th {}\n</style>\n<table border="1" style="x"><td>a</td>\n</table></div>', text_plain='a')]),
+                                ('page', [out(text_html='<iframe srcdoc="&lt;p&gt;hi" style="x"></iframe>', text_plain='a page')]))
+    assert '![A bar](../pictures/tutorials-a-1.png)' in site and '![What draw(x) draws](../pictures/tutorials-a-2.png)' in twin and '<Axes>' not in site
+    assert '<div class="output html"><div><table><td>a</td></table></div></div>' in site and '<table' not in twin and '```\na\n```' in twin
+    assert files['pictures/tutorials-a-3.html'] == b'<p>hi' and '<iframe class="page"' in site and 'a page' in twin
+
+
+def test_lists_as_notebooks_write_them(convert):
+    site, twin, _ = convert(('text\n- one\n  - two\n- three', None))
+    assert 'text\n\n- one\n    - two\n- three' in site and 'text\n- one\n  - two' in twin
+
+
+def test_sections_come_with_their_notebooks(docs, tmp_path):
+    "None now, some later: both have to work"
+    make = docs('make')
+    (tmp_path/'nbs/tutorials').mkdir(parents=True)
+    for o in ('nbs/index.ipynb', 'nbs/00_recipe.ipynb'): shutil.copy(ROOT/o, tmp_path/o)
+    for o in ('docs', 'fastbench', 'benchmarks'): (tmp_path/o).symlink_to(ROOT/o)
+    for o in ('CHANGELOG.md', 'CONTRIBUTING.md'): shutil.copy(ROOT/o, tmp_path/o)
+    none = make.Site(tmp_path)
+    assert [list(o)[0] for o in none.nav] == ['Home', 'Reference', 'Changelog'] and 'tutorials/index.md' not in none.texts
+    shutil.copy(ROOT/'nbs/index.ipynb', tmp_path/'nbs/tutorials/01_profile.ipynb')
+    some = make.Site(tmp_path)
+    assert some.nav[1] == {'Tutorials': ['tutorials/index.md', {'fastbench': 'tutorials/profile.md'}]} and 'tutorials/profile.md' in some.texts
+    assert '- [fastbench](profile.md): Where does' in some.texts['tutorials/index.md'] and '](tutorials/profile.md)' in some.llms
+
+
+# nbdev's own builder
+
+def test_nbdev_docs_processes_every_notebook(tmp_path, monkeypatch):
+    "What `nbdev-docs` does before it calls Quarto, with the files that are kept for it"
+    import nbformat
+    from nbdev.quarto import refresh_quarto_yml
+    from nbdev.serve import proc_nbs
+    for o in ('pyproject.toml', 'settings.ini'): shutil.copy(ROOT/o, tmp_path/o)
+    for o in ('nbs', 'fastbench'): shutil.copytree(ROOT/o, tmp_path/o, ignore=shutil.ignore_patterns('__pycache__', '.*', 'fastbench-runs', 'models'))
+    monkeypatch.chdir(tmp_path)
+    kept = {o: (tmp_path/'nbs'/o).read_text() for o in ('_quarto.yml', 'nbdev.yml')}
+    refresh_quarto_yml()
+    assert {o: (tmp_path/'nbs'/o).read_text() for o in kept} == kept and 'output-dir: _docs' in kept['nbdev.yml']
+    assert (tmp_path/'nbs/styles.css').exists()
+    cache = proc_nbs('nbs', force=True, n_workers=0)
+    assert {o.relative_to(cache) for o in cache.rglob('*.ipynb')} == {o.relative_to(ROOT/'nbs') for o in NOTEBOOKS} and (cache/'_quarto.yml').exists()
+    for path in cache.rglob('*.ipynb'):
+        nb = json.loads(path.read_text(encoding='utf-8'))
+        nbformat.validate(nb)
+        code = [''.join(c['source']) for c in nb['cells'] if c['cell_type'] == 'code']
+        assert not [c for c in code if re.search(r'^show_doc\(|^#\| *export|nbdev_export\(\)', c, re.M)], path.name
+    text = ''.join(''.join(c['source']) for c in json.loads((cache/'46_compare.ipynb').read_text())['cells'])
+    assert '### compare\n\n```python\ncompare(' in text and '| `threshold` | `float` | `0.01` | A share: a difference up to this does not matter |' in text
