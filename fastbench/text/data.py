@@ -148,7 +148,7 @@ def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folde
     dls = DataLoaders(train, train.new(part(held), shuffle=False, drop_last=False))
     dls.to(default_device() if device is None else torch.device(device))
     dls.info = dict(n_train=n, n_valid=int(held.sum()), n_classes=len(vocab) if vocab is not None else None, labels=kind, bs=bs, loader=loader, max_tokens=max_tokens,
-                    max_length=bt.max_length, workers=workers, seed=seed, tokenizer=Path(bt.tokenizer.name_or_path).name or type(bt.tokenizer).__name__)
+                    max_length=bt.max_length, workers=workers, seed=seed, pad_fallback=getattr(bt.tokenizer, 'pad_fallback', None), tokenizer=Path(bt.tokenizer.name_or_path).name or type(bt.tokenizer).__name__)
     return dls
 
 # %% ../../nbs/23_text.data.ipynb #e3647ac6

@@ -19,6 +19,7 @@ from fastai.torch_core import default_device, to_device
 from fastcore.basics import merge
 
 from ..recipe import UserError, unknown
+from .tokenize import pad_with_end
 
 # %% ../../nbs/23_text.task.ipynb #d87c1758
 tasks = {} # Name -> `Task`
@@ -204,10 +205,11 @@ def task_dls(task, # A `Task`
     "`DataLoaders` for examples that only their task understands"
     for o,part in (('train', train), ('valid', valid)):
         if not len(part): raise UserError(f'{o} has no examples')
+    pad_with_end(tokenizer)
     dl = TaskDL(list(train), task, tokenizer, bs, max_length, True, seed, **kwargs)
     dls = DataLoaders(dl, dl.new(list(valid), shuffle=False))
     dls.to(torch.device(device) if device is not None else default_device())
-    dls.info = dict(n_train=len(train), n_valid=len(valid), bs=bs, max_length=max_length, seed=seed)
+    dls.info = dict(n_train=len(train), n_valid=len(valid), bs=bs, max_length=max_length, seed=seed, pad_fallback=getattr(tokenizer, 'pad_fallback', None))
     return dls
 
 def batch_outputs(learn, # The Learner
