@@ -19,7 +19,8 @@ from ..download import DataUnavailable, build_folder
 from ..recipe import UserError
 from . import lm, qa, seq2seq, tokens # their tasks register themselves
 from .hf import hf_model, hf_quiet
-from .loader import TextDataset, TextDL
+from .dataset import TextDataset
+from .loader import TextDL
 from .packed import check_packed, fast_attention
 from .splitter import hf_splitter, layer_decay, layer_groups
 from .task import find_task

@@ -11,13 +11,12 @@ from collections import Counter
 
 import torch
 import torch.nn.functional as F
-from fastai.learner import Metric
 from fastai.torch_core import to_device
 from fastcore.basics import patch
 from torch import nn
 
 from ..recipe import UserError
-from .task import Task
+from .task import ShareRight, Task
 
 # %% ../../nbs/24_text.qa.ipynb #c6b744d7
 def qa_example(o, # A dict with question, context and answers, or (question, context[, answer])
@@ -41,17 +40,10 @@ class SpanLoss(nn.Module):
     def forward(self, pred, targ): # Two tensors of (windows, tokens); (windows, 2)
         return (F.cross_entropy(pred[0].float(), targ[:,0]) + F.cross_entropy(pred[1].float(), targ[:,1]))/2
 
-class SpanMatch(Metric):
+class SpanMatch(ShareRight):
     "Share of windows whose span is found, both ends"
-    def reset(self): self.right = self.n = 0
-    def accumulate(self, learn):
-        y,(a,b) = learn.yb[0],learn.pred
-        self.right += ((a.argmax(-1) == y[:,0]) & (b.argmax(-1) == y[:,1])).sum().item()
-        self.n += len(y)
-    @property
-    def value(self): return self.right/self.n if self.n else None
-    @property
-    def name(self): return 'span_match'
+    name = 'span_match'
+    def hits(self, pred, y): return (pred[0].argmax(-1) == y[:,0]) & (pred[1].argmax(-1) == y[:,1])
 
 # %% ../../nbs/24_text.qa.ipynb #1e7480b3
 class QuestionAnswering(Task):

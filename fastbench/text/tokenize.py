@@ -152,15 +152,23 @@ def length(self:BatchTokenizer, n # Tokens, a number or an array
 def pad(self:BatchTokenizer, encoded # What `encode` gave
     )->dict: # Tensors of (texts, tokens), `attention_mask` among them
     "A padded batch"
-    n = [len(o['input_ids']) for o in encoded]
-    width,left = int(self.length(max(n))),self.tokenizer.padding_side == 'left'
-    res = {k: np.full((len(n), width), self.fill.get(k, 0), np.int64) for k in encoded[0]}
-    res['attention_mask'] = np.zeros((len(n), width), np.int64)
-    for i,(o,m) in enumerate(zip(encoded, n)):
-        at = slice(width-m, width) if left else slice(0, m)
-        for k,v in o.items(): res[k][i, at] = v
-        res['attention_mask'][i, at] = 1
-    return {k: torch.from_numpy(v) for k,v in res.items()}
+    n = np.array([len(o['input_ids']) for o in encoded])
+    return self._pad({k: np.concatenate([o[k] for o in encoded]) for k in encoded[0]}, n.cumsum()-n, n)
+
+@patch
+def _pad(self:BatchTokenizer, flat, start, n):
+    "Texts of `n` tokens that begin at `start` in arrays, as a padded batch"
+    width = int(self.length(int(n.max())))
+    at = np.arange(width)
+    if self.tokenizer.padding_side == 'left': start,real = start+n-width, at >= (width-n)[:,None]
+    else: real = at < n[:,None]
+    res,at = {},start[:,None] + at
+    for k,v in flat.items():
+        got = v.take(at, mode='clip').astype(np.int64)
+        got[~real] = self.fill.get(k, 0)
+        res[k] = torch.from_numpy(got)
+    res['attention_mask'] = torch.from_numpy(real.astype(np.int64))
+    return res
 
 # %% ../../nbs/21_text.tokenize.ipynb #477ab349
 @patch
@@ -237,15 +245,4 @@ def pad_known(self:BatchTokenizer, cache:TokenCache, # Holds the tokens
               idxs, # Numbers of texts, an array
     )->dict: # As from `pad`
     "A padded batch of texts that were tokenized before"
-    n,start = cache.n[idxs],cache.start[idxs]
-    width = int(self.length(int(n.max())))
-    at = np.arange(width)
-    if self.tokenizer.padding_side == 'left': start,real = start+n-width, at >= (width-n)[:,None]
-    else: real = at < n[:,None]
-    res,at = {},start[:,None] + at
-    for k,v in cache.data.items():
-        got = v.take(at, mode='clip').astype(np.int64)
-        got[~real] = self.fill.get(k, 0)
-        res[k] = torch.from_numpy(got)
-    res['attention_mask'] = torch.from_numpy(real.astype(np.int64))
-    return res
+    return self._pad(cache.data, cache.start[idxs], cache.n[idxs])
