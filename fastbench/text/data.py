@@ -21,9 +21,9 @@ from fasttransform import Transform
 from ..download import DataUnavailable
 from ..environment import worker_cores
 from ..recipe import UserError, unknown
-from .dataset import TextDataset, texts_of
+from .dataset import TextDataset, check_texts, texts_of
 from .loader import TextDL
-from .tokenize import BatchTokenizer, check_texts
+from .tokenize import BatchTokenizer
 
 # %% ../../nbs/23_text.data.ipynb #07c6a449
 _readers = {'.csv': pd.read_csv, '.tsv': lambda f: pd.read_csv(f, sep='\t'), '.parquet': pd.read_parquet, '.jsonl': lambda f: pd.read_json(f, lines=True),
