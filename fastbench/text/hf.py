@@ -59,7 +59,7 @@ class HFModel(nn.Module):
         "The logits of a batch"
         n = x['input_ids'].shape[1]
         if self.max_length is not None and n > self.max_length and 'position_ids' not in x: raise UserError(_too_long(self, n))
-        return self.logits(self.call_hf(x))
+        return self.logits(self.call_hf(x), x)
 
     def call_hf(self, x): # A `ModelOutput`
         "The model's own call, or the packed one"
@@ -67,7 +67,15 @@ class HFModel(nn.Module):
         x = {k: v for k,v in x.items() if k in self.takes}
         return self.hf(**(self.told_apart(x) if self.pad_is_word and 'attention_mask' in x else x), **self.more)
 
-    def logits(self, out): return (out.start_logits, out.end_logits) if 'start_logits' in out else out.logits
+    def logits(self, out, x):
+        if 'start_logits' not in out: return out.logits
+        real = _real(x, out.start_logits.shape[1])
+        return tuple(o.masked_fill(~real, torch.finfo(o.dtype).min) for o in (out.start_logits, out.end_logits))
+
+def _real(x, width):
+    "Which places of the padded layout hold a token"
+    if 'cu_seq_lens' in x: return torch.arange(width, device=x['cu_seq_lens'].device) < x['cu_seq_lens'].diff()[:,None]
+    return x['attention_mask'].bool() if 'attention_mask' in x else torch.ones_like(x['input_ids'], dtype=torch.bool)
 
 def _too_long(model, n):
     return (f'a text has {n} tokens, and {type(model.hf).__name__} has positions for {model.max_length}: load the data with max_length={model.max_length} '

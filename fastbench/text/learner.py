@@ -42,6 +42,18 @@ class HFLearner(BenchLearner):
         res = self.task.predict(self, items, **kwargs)
         return res[0] if one else res
 
+    def show_results(self, ds_idx=1, # Which set, by its number
+                     dl=None, # Another loader
+                     max_n=9, # Examples at most
+                     shuffle=True, # Other ones each time
+                     **kwargs, # For the loader's `show_results`: `width`, `show`
+        ): # With show=False a DataFrame
+        "Examples with their targets, and what the model says of them"
+        if dl is None: dl = self.dls[ds_idx].new(shuffle=shuffle)
+        b = dl.one_batch()
+        with self.no_bar(): out = self.task.results(self, b, max_n)
+        return dl.show_results(b, out, max_n=max_n, **kwargs)
+
     @property
     def max_length(self): return _max_length(self.dls)
 

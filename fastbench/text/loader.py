@@ -49,13 +49,14 @@ class TextDL(ShowsTexts, TfmdDL):
         rank=None, # Which of several processes this is; None: as torch.distributed says
         world_size=None, # How many there are; None: as torch.distributed says
         finish=None, # Called with (x, y) of each batch, y None where there are no labels: gives the batch
+        task=None, # Says what `show_batch` shows, where that is more than texts and labels
         num_workers:int=0, # Processes that make batches, as long as there is something to tokenize
         **kwargs):
         if isinstance(dataset, (str, list, tuple)): dataset = TextDataset([dataset] if isinstance(dataset, str) else dataset)
         if loader not in kinds: raise UserError(unknown('loader', loader, kinds))
         self.tokens = tokenizer if isinstance(tokenizer, BatchTokenizer) else BatchTokenizer(tokenizer, max_length)
         super().__init__(dataset, bs=bs, shuffle=shuffle, drop_last=drop_last, num_workers=num_workers, **merge(dict(do_setup=False), kwargs))
-        self.loader,self.max_tokens,self.seed,self.window,self.group,self.finish = loader,max_tokens,seed,window,group,finish
+        self.loader,self.max_tokens,self.seed,self.window,self.group,self.finish,self.task = loader,max_tokens,seed,window,group,finish,task
         self.rank,self.world_size = rank_distrib() if rank is None else rank,num_distrib() or 1 if world_size is None else world_size
         if seed is not None: self.rng = random.Random(seed)
         self._plan,self._items = None,{}
@@ -68,25 +69,20 @@ class TextDL(ShowsTexts, TfmdDL):
     def new(self, dataset=None, cls=None, **kwargs):
         same = dataset is None or dataset is self.dataset
         if not same and isinstance(self.dataset, TextDataset) and not hasattr(dataset, 'n_inp'): dataset = self.dataset.like(dataset)
-        mine = {o: getattr(self, o) for o in 'loader max_tokens seed window group rank world_size finish'.split()}
+        mine = {o: getattr(self, o) for o in 'loader max_tokens seed window group rank world_size finish task'.split()}
         return super().new(dataset, cls, **merge(dict(tokenizer=self.tokens, cache=self.cache if same else bool(self.cache.data)), mine, kwargs))
 
     def _one_pass(self): self._n_inp,self._types = 1,{}
     def randomize(self): pass  # an epoch's order draws once from `rng`, when somebody first wants to know it
 
 # %% ../../nbs/22_text.loader.ipynb #8ea78f9e
-def _chars(o): return len(o) if isinstance(o, str) else sum(map(len, o))
-
-def _bytes(o): return (len(o) if o.isascii() else len(o.encode())) if isinstance(o, str) else sum(map(_bytes, o))
-
 @patch
 def _measure(self:TextDL):
     "Characters, and at most how many tokens, of each text"
     most,texts = self.tokens.max_length,getattr(self.dataset, 'texts', None)
     if texts is None: self.chars,self.room = None,np.full(len(self.dataset), most or 0)
     else:
-        self.chars = np.fromiter(map(_chars, texts), np.int64, len(texts))
-        self.room = np.fromiter(map(_bytes, texts), np.int64, len(texts)) + self.tokens.tokenizer.num_special_tokens_to_add(True)
+        self.chars,self.room = (np.fromiter(map(f, texts), np.int64, len(texts)) for f in (self.tokens.chars, self.tokens.most))
         if most: np.minimum(self.room, most, out=self.room)
     self._rate = None
 
@@ -269,5 +265,6 @@ def columns(self:TextDL, b, # A batch
             max_n:int=9, # Texts at most
     )->dict: # 'text', 'category' and 'prediction', those that there are
     "What a batch holds"
+    if self.task is not None: return self.task.columns(self.tokenizer, b, out, max_n)
     res = dict(zip(('text', 'category'), zip(*self.decode_batch(b, max_n))))
     return res if out is None else res | dict(prediction=[o[1] for o in self.decode_batch((b[0], out), max_n)])
