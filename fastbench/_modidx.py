@@ -37,6 +37,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastbench.batch_size._Times.before_fit': ( 'batch_size.html#_times.before_fit',
                                                                                   'fastbench/batch_size.py'),
                                       'fastbench.batch_size._again': ('batch_size.html#_again', 'fastbench/batch_size.py'),
+                                      'fastbench.batch_size._each': ('batch_size.html#_each', 'fastbench/batch_size.py'),
+                                      'fastbench.batch_size._ends': ('batch_size.html#_ends', 'fastbench/batch_size.py'),
                                       'fastbench.batch_size._fits': ('batch_size.html#_fits', 'fastbench/batch_size.py'),
                                       'fastbench.batch_size._free': ('batch_size.html#_free', 'fastbench/batch_size.py'),
                                       'fastbench.batch_size._model_kept': ('batch_size.html#_model_kept', 'fastbench/batch_size.py'),
