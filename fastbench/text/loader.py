@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from fastai.data.core import TfmdDL
 from fastai.data.load import _loaders
-from fastai.torch_core import num_distrib, rank_distrib, to_device
+from fastai.torch_core import apply, num_distrib, rank_distrib, to_detach, to_device
 from fastcore.basics import merge, patch
 from fastcore.foundation import L
 
@@ -118,10 +118,32 @@ def _lay_out(self:TextDL):
     loose = not known and self.loader != 'random'
     n = self.lengths() if known or loose else self.cache.n
     if loose and self.loader != 'sorted': n = np.minimum(np.ceil(n*1.06).astype(np.int64), np.minimum(self.room, max(1, self.max_tokens or 1)))
-    rng = np.random.default_rng(self.rng.getrandbits(64)) if self.shuffle else None
+    rng = np.random.default_rng(self._draw()) if self.shuffle else None
     n = self.tokens.length(n) if self.loader in ('sorted', 'budget') else n
     batches = epoch(n[:self.n], self.loader, self.bs, self.max_tokens, rng, self.window, self.group if loose else 1, self.drop_last, self.rank, self.world_size)
     return Order(batches, self.group if loose else 1)
+
+@patch
+def _draw(self:TextDL):
+    "What the order is drawn from: the same on all ranks"
+    n = self.rng.getrandbits(62)
+    if self.world_size < 2 or self.seed is not None: return n
+    if not torch.distributed.is_initialized():
+        raise UserError(f'{self.world_size} processes would each shuffle in their own way: give the loader a seed=, the same for all')
+    t = torch.tensor(n, device='cuda' if torch.distributed.get_backend() == 'nccl' else 'cpu')
+    torch.distributed.broadcast(t, 0)
+    return t.item()
+
+@patch
+def to_detach(self:TextDL, b, cpu=True, gather=True): # for fastai, which expects of each rank as many texts
+    def f(t):
+        if not isinstance(t, torch.Tensor): return t
+        if not gather or self.world_size < 2: return t.detach().cpu() if cpu else t.detach()
+        if not t.ndim: return to_detach(t, cpu)
+        parts = [None]*self.world_size
+        torch.distributed.all_gather_object(parts, t.detach().cpu())
+        return torch.cat(parts) if cpu else torch.cat(parts).to(t.device)
+    return apply(f, b)
 
 @patch
 def get_idxs(self:TextDL):
@@ -186,6 +208,8 @@ def sample(self:TextDL):
 def create_batches(self:TextDL, groups):
     groups,extra,held = iter(groups),None,{}
     now,first = next(groups, None),True
+    if isinstance(now, (int, np.integer)): raise UserError(f'{type(self).__name__} deals to ranks itself, and fastai\'s DistributedDL would deal once more: use learn.to_distributed() of a BenchLearner, '
+                                                           'or RankTrainer in place of DistributedTrainer')
     while now is not None:
         coming = next(groups, None)
         held.update(self._know(np.concatenate(now)))
