@@ -24,11 +24,12 @@ TINY = dict(pretrained=False, config=dict(num_hidden_layers=1, hidden_dropout_pr
 
 
 class Seen(Callback):
+    def __init__(self, tok): self.tok = tok  # each process has trained its own: numbers may differ, texts do not
     def before_fit(self): self.texts, self.valid = [], []
     def before_batch(self):
         x = self.xb[0]
-        rows = by_text(x, x['input_ids']) if isinstance(x, dict) else x
-        (self.texts if self.training else self.valid).append([o.tolist() for o in rows])
+        rows = [[self.tok.decode(o), len(o)] for o in by_text(x, x['input_ids'])] if isinstance(x, dict) else x.tolist()
+        (self.texts if self.training else self.valid).append(rows)
 
 
 def texts(tok, loader, seed=42):
@@ -62,7 +63,7 @@ def main(folder):
         torch.manual_seed(0)
         learn = make(tok)
         n, before = len(learn.dls.train), list(learn.dls.loaders)
-        learn.to_distributed(cpu=True).add_cb(Seen())
+        learn.to_distributed(cpu=True).add_cb(Seen(tok))
         with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3)
         w = torch.cat([p.detach().flatten() for p in learn.model.parameters()])
         res[name] = dict(n=n, texts=learn.seen.texts, valid=learn.seen.valid, weights=w.double().sum().item(), back=before == list(learn.dls.loaders), values=list(learn.recorder.values[-1]))
