@@ -142,21 +142,39 @@ def _tensors(o):
     elif isinstance(o, (tuple, list)): yield from (t for x in o for t in _tensors(x))
     elif hasattr(o, 'values'): yield from (t for x in o.values() for t in _tensors(x))
 
-def _rows(o, n, bs):
-    "Of `n` samples, `bs`: the rows of every tensor that has one for each sample"
-    if isinstance(o, torch.Tensor): return o[torch.arange(bs, device=o.device) % n] if o.ndim and len(o) == n else o
-    if isinstance(o, (tuple, list)): return type(o)(_rows(x, n, bs) for x in o)
+def _rows(b, n, bs):
+    "Of a batch of `n` samples, `bs`"
+    ends = _ends(b)
+    if ends is None: return _each(b, lambda o: o[torch.arange(bs, device=o.device) % n] if o.ndim and len(o) == n else o)
+    sizes,total = ends.diff(),int(ends[-1])
+    of = torch.arange(bs, device=ends.device) % n
+    tokens = torch.cat([torch.arange(ends[i], ends[i+1], device=ends.device) for i in of])
+    def pick(o):
+        if o is ends: return torch.cat([ends[:1], sizes[of].cumsum(0).to(ends.dtype)])
+        if o.ndim > 1 and o.shape[:2] == (1, total): return o[:,tokens]
+        return o[of] if o.ndim and len(o) == n else o
+    return _each(b, pick)
+
+def _each(o, f):
+    "A batch with `f` of all its tensors"
+    if isinstance(o, torch.Tensor): return f(o)
+    if isinstance(o, (tuple, list)): return type(o)(_each(x, f) for x in o)
     if hasattr(o, 'items'):
-        new = {k: _rows(v, n, bs) for k,v in o.items()}
+        new = {k: _each(v, f) for k,v in o.items()}
         return new if type(o) is dict else type(o)(new)
     return o
+
+def _ends(o):
+    "Where the texts of a packed batch end; None: it is none"
+    if isinstance(o, (tuple, list)): return next((e for x in o if (e := _ends(x)) is not None), None)
+    return o.get('cu_seq_lens') if isinstance(o, dict) else None
 
 def _sample(dl, look=4):
     "The heaviest of a few batches, and how many samples it has"
     if isinstance(dl, DataLoader): dl = dl.new(num_workers=0, drop_last=False)
     best = None
     for b,_ in zip(dl, range(look)):
-        n = len(next(_tensors(b)))
+        n = len(next(_tensors(b))) if (ends := _ends(b)) is None else len(ends)-1
         weight = sum(t.numel() for t in _tensors(b))/max(n, 1)
         if n and (best is None or weight > best[0]): best = weight,b,n
     if best is None: raise UserError('find_batch_size: the training loader gave no batch; is its data set empty?')

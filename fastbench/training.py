@@ -87,6 +87,15 @@ class BenchLearner(FastLoop):
         if to_fp32: self.to_fp32()
         return self.remove_cb(FastaiChannelsLast)
 
+    def to_distributed(self, sync_bn=True, # Batch norm over all processes, on GPUs
+                       **kwargs): # Of `Accelerator`: cpu=True for processes on a CPU
+        "Train in all processes that torchrun has started; `detach_distributed` takes it off"
+        from fastai.callback.progress import ProgressCallback
+        from fastai.torch_core import rank_distrib
+        from fastbench.callback.ranks import RankTrainer
+        self.add_cb(RankTrainer(sync_bn and not kwargs.get('cpu'), **kwargs))
+        return self.remove_cb(ProgressCallback) if rank_distrib() else self
+
     def compile(self, mode=None, dynamic=None, fullgraph=False, backend='inductor', predictions=False): # as for `Compile`
         "Run the model through `torch.compile` while it trains; `remove_cb(Compile)` takes it off"
         return self.remove_cb(Compile).add_cb(Compile(mode, dynamic, fullgraph, backend, predictions))

@@ -115,11 +115,11 @@ def test_the_published_size_stays_with_a_small_tokenizer(tok):
     assert hf_config('roberta-base', tok()).vocab_size == 50265 and hf_config('roberta-tiny', tok()).vocab_size == 11
 
 
-def test_no_padding_token_is_said_once(tok, monkeypatch):
-    monkeypatch.setattr(H, '_said', set())
+def test_no_padding_token_is_said_once(tok):
+    t = tok(pad=False)
     with warnings.catch_warnings(record=True) as got:
         warnings.simplefilter('always')
-        a, b = (hf_model('gpt2-tiny', tokenizer=tok(pad=False), pretrained=False) for _ in range(2))
+        a, b = (hf_model('gpt2-tiny', tokenizer=t, pretrained=False) for _ in range(2))
     assert a.config.pad_token_id == 2 and sum('no token to pad' in str(o.message) for o in got) == 1
 
 

@@ -7,6 +7,7 @@ __all__ = ['as_frame', 'labels_of', 'hf_dls', 'HFTextBlock']
 
 # %% ../../nbs/23_text.data.ipynb #4a47f248
 import os
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,9 @@ from fasttransform import Transform
 from ..download import DataUnavailable
 from ..environment import worker_cores
 from ..recipe import UserError, unknown
-from .loader import TextDataset, TextDL, texts_of
-from .tokenize import BatchTokenizer, check_texts
+from .dataset import TextDataset, check_texts, texts_of
+from .loader import TextDL
+from .tokenize import BatchTokenizer
 
 # %% ../../nbs/23_text.data.ipynb #07c6a449
 _readers = {'.csv': pd.read_csv, '.tsv': lambda f: pd.read_csv(f, sep='\t'), '.parquet': pd.read_parquet, '.jsonl': lambda f: pd.read_json(f, lines=True),
@@ -69,10 +71,12 @@ def as_frame(data, # A DataFrame, a file, a folder, a list, a `datasets.Dataset`
         return (df.assign(**{label_col: pd.Categorical.from_codes(df[label_col], named)}) if named else df),None
     rows = list(data)
     if rows and isinstance(rows[0], dict): return pd.DataFrame(rows),None
-    if rows and isinstance(rows[0], (tuple, list)):
-        for o in range(min(len(cols), len(rows[0]))): check_texts([r[o] for r in rows], cols[o])
-        return pd.DataFrame(rows, columns=[*cols, label_col][:len(rows[0])]),None
-    return pd.DataFrame({cols[0]: check_texts(rows, cols[0])}),None
+    if not rows or not isinstance(rows[0], (tuple, list)): return _frame([rows], cols[:1], 1),None
+    return _frame(zip_longest(*rows), [*cols, label_col], len(cols)),None
+
+def _frame(values, names, n):
+    "Columns of values, the first `n` of them kept as they are: what is no text is yet to be found"
+    return pd.DataFrame({k: pd.Series(v, dtype=object if i < n else None) for i,(k,v) in enumerate(zip(names, values))})
 
 # %% ../../nbs/23_text.data.ipynb #e4a00534
 def labels_of(df, # A DataFrame
@@ -143,12 +147,12 @@ def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folde
     n = int((~held).sum())
     if workers is None: workers = int(n >= 2000 and worker_cores() > 1)
     if max_tokens is None and loader in ('budget', 'packed'): max_tokens = bs*(bt.max_length or 512)//2
-    def part(keep): return TextDataset([o for o,k in zip(texts, keep) if k], None if y is None else y[torch.from_numpy(np.flatnonzero(keep))], vocab, cols[0], cols)
+    def part(keep): return TextDataset([o for o,k in zip(texts, keep) if k], None if y is None else y[torch.from_numpy(np.flatnonzero(keep))], vocab, None, cols)
     train = TextDL(part(~held), bt, bs, loader, max_tokens, shuffle=True, seed=seed, num_workers=workers, finish=finish, **kwargs)
     dls = DataLoaders(train, train.new(part(held), shuffle=False, drop_last=False))
     dls.to(default_device() if device is None else torch.device(device))
     dls.info = dict(n_train=n, n_valid=int(held.sum()), n_classes=len(vocab) if vocab is not None else None, labels=kind, bs=bs, loader=loader, max_tokens=max_tokens,
-                    max_length=bt.max_length, workers=workers, seed=seed, tokenizer=Path(bt.tokenizer.name_or_path).name or type(bt.tokenizer).__name__)
+                    max_length=bt.max_length, workers=workers, seed=seed, pad_fallback=getattr(bt.tokenizer, 'pad_fallback', None), tokenizer=Path(bt.tokenizer.name_or_path).name or type(bt.tokenizer).__name__)
     return dls
 
 # %% ../../nbs/23_text.data.ipynb #e3647ac6

@@ -19,7 +19,8 @@ from ..download import DataUnavailable, build_folder
 from ..recipe import UserError
 from . import lm, qa, seq2seq, tokens # their tasks register themselves
 from .hf import hf_model, hf_quiet
-from .loader import TextDataset, TextDL
+from .dataset import TextDataset
+from .loader import TextDL
 from .packed import check_packed, fast_attention
 from .splitter import hf_splitter, layer_decay, layer_groups
 from .task import find_task
@@ -40,6 +41,18 @@ class HFLearner(BenchLearner):
         if not len(items): return []
         res = self.task.predict(self, items, **kwargs)
         return res[0] if one else res
+
+    def show_results(self, ds_idx=1, # Which set, by its number
+                     dl=None, # Another loader
+                     max_n=9, # Examples at most
+                     shuffle=True, # Other ones each time
+                     **kwargs, # For the loader's `show_results`: `width`, `show`
+        ): # With show=False a DataFrame
+        "Examples with their targets, and what the model says of them"
+        if dl is None: dl = self.dls[ds_idx].new(shuffle=shuffle)
+        b = dl.one_batch()
+        with self.no_bar(): out = self.task.results(self, b, max_n)
+        return dl.show_results(b, out, max_n=max_n, **kwargs)
 
     @property
     def max_length(self): return _max_length(self.dls)

@@ -13,7 +13,8 @@ import torch
 from fastai.learner import Metric
 
 from ..recipe import UserError
-from .task import Task, encode
+from .task import Task, decoded, encode
+from .tokenize import by_text
 
 # %% ../../nbs/24_text.lm.ipynb #37a4e8be
 class TokenPerplexity(Metric):
@@ -43,7 +44,13 @@ class LanguageTask(Task):
     def bind(self, learn):
         self._tok = learn.dls.tokenizer
         for dl in learn.dls.loaders:
-            if getattr(dl, 'finish', 0) is None: dl.finish = self.finish
+            if getattr(dl, 'finish', 0) is None: dl.finish,dl.task = self.finish,self
+
+    def columns(self, tokenizer, b, out=None, max_n=9):
+        x,*y = b
+        res = dict(text=by_text(x, x['input_ids'], max_n)) | (dict(target=by_text(x, y[0], max_n)) if y else {}) | ({} if out is None else dict(prediction=by_text(x, out, max_n)))
+        if out is not None and y: res['prediction'] = [torch.where(t < 0, t, p) for t,p in zip(res['target'], res['prediction'])]
+        return {k: decoded(tokenizer, v) for k,v in res.items()}
 
 class CausalLM(LanguageTask):
     "The next token"

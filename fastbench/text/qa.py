@@ -9,15 +9,16 @@ __all__ = ['qa_example', 'SpanLoss', 'SpanMatch', 'QuestionAnswering', 'best_spa
 import re, string
 from collections import Counter
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from fastai.learner import Metric
 from fastai.torch_core import to_device
 from fastcore.basics import patch
 from torch import nn
 
 from ..recipe import UserError
-from .task import Task
+from .task import ShareRight, Task, decoded
+from .tokenize import by_text
 
 # %% ../../nbs/24_text.qa.ipynb #c6b744d7
 def qa_example(o, # A dict with question, context and answers, or (question, context[, answer])
@@ -40,23 +41,23 @@ class SpanLoss(nn.Module):
     "Mean cross entropy of the first and the last token"
     def forward(self, pred, targ): # Two tensors of (windows, tokens); (windows, 2)
         return (F.cross_entropy(pred[0].float(), targ[:,0]) + F.cross_entropy(pred[1].float(), targ[:,1]))/2
+    def decodes(self, pred): # (windows, 2): the best span of at most 30 tokens
+        s,e = (o.float() for o in pred)
+        score = s[:,:,None] + e[:,None]
+        ok = torch.ones(score.shape[1:], dtype=torch.bool, device=s.device).triu().tril(29)
+        k = score.masked_fill(~ok, -float('inf')).flatten(1).argmax(1)
+        return torch.stack([k//s.shape[1], k%s.shape[1]], 1)
 
-class SpanMatch(Metric):
+class SpanMatch(ShareRight):
     "Share of windows whose span is found, both ends"
-    def reset(self): self.right = self.n = 0
-    def accumulate(self, learn):
-        y,(a,b) = learn.yb[0],learn.pred
-        self.right += ((a.argmax(-1) == y[:,0]) & (b.argmax(-1) == y[:,1])).sum().item()
-        self.n += len(y)
-    @property
-    def value(self): return self.right/self.n if self.n else None
-    @property
-    def name(self): return 'span_match'
+    name = 'span_match'
+    def hits(self, pred, y): return (pred[0].argmax(-1) == y[:,0]) & (pred[1].argmax(-1) == y[:,1])
 
 # %% ../../nbs/24_text.qa.ipynb #1e7480b3
 class QuestionAnswering(Task):
     "The span of a context that answers a question"
     name = head = 'question-answering'
+    fill = dict(context=0) # The key beside the tokenizer's, and what pads it
     def __init__(self, stride:int=128, # Tokens that two windows share
                  longest:int=30, # Tokens of an answer at most
                  impossible:bool=False, # May a question have no answer?
@@ -89,14 +90,49 @@ def collate(self:QuestionAnswering, tokenizer, examples, max_length=512):
     inside = torch.tensor([[s == 1 for s in enc.sequence_ids(i)] for i in range(len(of))])
     x = dict(enc) | dict(offsets=torch.where(inside[...,None], at, -1), example=torch.tensor(of))
     if any(a is None for *_,a,_ in examples): return x,
-    return x,torch.tensor([_span(x['offsets'][i], *examples[k][2:]) for i,k in enumerate(of)])
+    first = enc['attention_mask'].argmax(1).tolist()
+    return x,torch.tensor([_span(x['offsets'][i], *examples[k][2:]) or (first[i],)*2 for i,k in enumerate(of)])
 
 def _span(offsets, answer, start):
-    "First and last token of the answer in a window; 0, 0 where it is not in it"
+    "First and last token of the answer in a window; None where it is not in it"
     a,b = offsets.unbind(-1)
-    if not answer or not (a >= 0).any() or start < a[a >= 0].min() or start+len(answer) > b.max(): return 0,0
+    if not answer or not (a >= 0).any() or start < a[a >= 0].min() or start+len(answer) > b.max(): return None
     hit = ((b > start) & (a < start+len(answer)) & (a >= 0)).nonzero().flatten()
-    return (hit[0].item(), hit[-1].item()) if len(hit) else (0, 0)
+    return (hit[0].item(), hit[-1].item()) if len(hit) else None
+
+# %% ../../nbs/24_text.qa.ipynb #36f46b27
+@patch
+def units(self:QuestionAnswering, tokenizer, examples, max_length):
+    texts,ys = [],[]
+    for i in range(0, len(examples), 256):
+        x,*y = self.collate(tokenizer, examples[i:i+256], max_length)
+        keep = x.pop('attention_mask').bool()
+        x = {k: v for k,v in x.items() if k not in ('offsets', 'example')} | dict(context=x['offsets'][...,0] >= 0)
+        texts += [{k: v[j, o].numpy().astype(np.int32) for k,v in x.items()} for j,o in enumerate(keep)]
+        ys += [o - keep.int().argmax(1)[:,None] for o in y]
+    return texts,torch.cat(ys) if ys else None
+
+@patch
+def encode(self:QuestionAnswering, tokenizer, windows, max_length=512): return windows
+
+@patch
+def size(self:QuestionAnswering, o): return (len(o['input_ids']),)*2
+
+@patch
+def finish(self:QuestionAnswering, x, y=None):
+    if y is None: return x,
+    return x,y if 'cu_seq_lens' in x else y + x['attention_mask'].argmax(1)[:,None]
+
+# %% ../../nbs/24_text.qa.ipynb #a95df32f
+@patch
+def columns(self:QuestionAnswering, tokenizer, b, out=None, max_n=9):
+    x = b[0]
+    inside = x['context'].bool() if 'context' in x else x['offsets'][...,0] >= 0
+    ids,ctx = by_text(x, x['input_ids'], max_n),by_text(x, inside, max_n)
+    first = [0]*len(ids) if 'cu_seq_lens' in x else x['attention_mask'].argmax(1).tolist()
+    def spans(y): return ['' if not c[a-f] else decoded(tokenizer, [i[a-f:z-f+1]])[0] for i,c,f,(a,z) in zip(ids, ctx, first, y.tolist())]
+    res = dict(question=decoded(tokenizer, [i[~c] for i,c in zip(ids, ctx)]), context=decoded(tokenizer, [i[c] for i,c in zip(ids, ctx)]))
+    return res | (dict(answer=spans(b[1])) if len(b) > 1 else {}) | ({} if out is None else dict(prediction=spans(out)))
 
 # %% ../../nbs/24_text.qa.ipynb #8a323e07
 def best_span(start, # Logits of (windows, tokens)
@@ -127,7 +163,7 @@ def predict(self:QuestionAnswering, learn, items, bs=16, **kwargs): # bs: window
             for i in range(0, len(x['example']), bs):
                 part = to_device({k: v[i:i+bs] for k,v in x.items()}, device)
                 with torch.no_grad(): s,e = (p.float() for p in model(part))
-                best,none = max(best, best_span(s, e, part['offsets'], self.longest)),min(none, (s[:,0]+e[:,0]).min().item())
+                best,none = max(best, best_span(s, e, part['offsets'], self.longest)),min(none, (s+e).gather(1, part['attention_mask'].argmax(1)[:,None]).min().item())
             score,a,b = best
             if self.impossible and none > score or not c.strip(): score,a,b = none,0,0
             res.append((c[a:b], torch.tensor([a, b]), torch.tensor(score)))

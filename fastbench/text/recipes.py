@@ -20,7 +20,7 @@ from ..recipe import Recipe, UserError
 from .data import hf_dls
 from .hf import hf_config
 from .learner import hf_learner
-from .loader import TextDataset
+from .dataset import TextDataset
 from .rnn import lm_dls, rnn_learner
 from .sources import families, load_text_source, source_tokenizer
 from .tokenize import BatchTokenizer, find_tokenizer

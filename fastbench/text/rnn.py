@@ -22,6 +22,7 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.text.models.core import LinearDecoder
+from fastai.torch_core import num_distrib, rank_distrib
 from fastcore.meta import delegates
 from torch import nn
 
@@ -64,6 +65,8 @@ class WordVocab:
         return cls(['<unk>', '<eos>', *known][:max_words])
 
 # %% ../../nbs/26_text.rnn.ipynb #c5dbd85a
+def _ranks(rank, world_size): return rank_distrib() if rank is None else rank, (num_distrib() or 1) if world_size is None else world_size
+
 class BPTTLoader(DataLoader):
     "Windows of `bptt` words, of `bs` rows that go on from batch to batch"
     def __init__(self, tokens, # int64 [words]: the documents, one after another
@@ -73,10 +76,11 @@ class BPTTLoader(DataLoader):
                  ends=None, # Where each document ends, for `shuffle`
                  shuffle=False, # Put the documents in another order each epoch
                  seed=42, # Of that order: the same on all ranks
-                 rank=0, # Which rows are read: the `rank`th `bs` ...
-                 world_size=1, # ... of `world_size`
+                 rank=None, # Which rows are read: the `rank`th `bs` ...
+                 world_size=None, # ... of `world_size`; None: as torch.distributed says
                  device=None, # Where batches go
                  **kwargs):
+        rank,world_size = _ranks(rank, world_size)
         for k,v in dict(bs=bs, bptt=bptt, world_size=world_size).items():
             if isinstance(v, bool) or not isinstance(v, int) or v < 1: raise UserError(f'{k}={v!r} cannot be: a whole number, 1 or more')
         if not 0 <= rank < world_size: raise UserError(f'rank={rank!r} cannot be: from 0 to {world_size-1}, below world_size')
@@ -120,13 +124,14 @@ def lm_dls(data='docstrings', # A source, a `TextSet`, or (training texts, valid
            seed=42, # Of split, sample and order
            sample=1., # Share of the documents to use
            drop_last=False, # Leave out the last window of training if it is shorter, as torch.compile likes it
-           rank=0, # Which of `world_size` parts of the rows to read
-           world_size=1, # Ranks in all
+           rank=None, # Which of `world_size` parts of the rows to read
+           world_size=None, # Ranks in all; None: as torch.distributed says
            device=None, # None: fastai's default
            offline=False, # Never open a socket
     )->DataLoaders: # With `vocab` and `info`
     "`DataLoaders` of a word-level language model"
     if isinstance(data, str): data = load_text_source(data, sample=sample, seed=seed, offline=offline)
+    rank,world_size = _ranks(rank, world_size)
     own = isinstance(data, TextSet)
     texts = (data.train.texts, data.valid.texts) if own else data
     how = data.source.words if own else 'prose'

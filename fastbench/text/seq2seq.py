@@ -10,7 +10,8 @@ import torch
 from fastcore.basics import patch
 
 from ..recipe import UserError, unknown
-from .task import Task, TokenAccuracy, encode
+from .task import Task, TokenAccuracy, decoded, encode
+from .tokenize import by_text
 
 # %% ../../nbs/24_text.seq2seq.ipynb #c8e6c1de
 def _library(name, package):
@@ -77,18 +78,30 @@ def collate(self:Seq2Seq, tokenizer, examples, max_length=512):
 @patch
 def predict(self:Seq2Seq, learn, items, bs=16, **kwargs): # bs: texts at once; kwargs: of transformers' `generate`: num_beams, ...
     "Written texts, and their tokens"
-    hf,t,res = learn.model.hf,learn.dls.tokenizer,[]
     items = [o if isinstance(o, str) else o[0] for o in items]
+    batches = (self.collate(learn.dls.tokenizer, items[i:i+bs], learn.max_length)[0] for i in range(0, len(items), bs))
+    return [o for x in batches for o in self._write(learn, x, **kwargs)]
+
+@patch
+def _write(self:Seq2Seq, learn, x, **kwargs):
+    hf,t = learn.model.hf,learn.dls.tokenizer
     kwargs = dict(dict(max_new_tokens=self.max_target, do_sample=False, num_beams=1, decoder_start_token_id=self._start, pad_token_id=t.pad_token_id), **kwargs)
     training = hf.training
     hf.eval()
     try:
-        for i in range(0, len(items), bs):
-            x = {k: v.to(hf.device) for k,v in self.collate(t, items[i:i+bs], learn.max_length)[0].items() if k in ('input_ids', 'attention_mask')}
-            with torch.no_grad(): out = hf.generate(**x, **kwargs)
-            res += [(s.strip(), o, None) for s,o in zip(t.batch_decode(out, skip_special_tokens=True), out.cpu())]
+        with torch.no_grad(): out = hf.generate(**{k: x[k].to(hf.device) for k in ('input_ids', 'attention_mask')}, **kwargs).cpu()
     finally: hf.train(training)
-    return res
+    return [(s.strip(), o, None) for s,o in zip(t.batch_decode(out, skip_special_tokens=True), out)]
+
+@patch
+def columns(self:Seq2Seq, tokenizer, b, out=None, max_n=9):
+    res = dict(text=decoded(tokenizer, by_text(b[0], b[0]['input_ids'], max_n))) | (dict(target=decoded(tokenizer, b[1][:max_n].cpu())) if len(b) > 1 else {})
+    return res if out is None else res | dict(prediction=decoded(tokenizer, out[:max_n]))
+
+@patch
+def results(self:Seq2Seq, learn, b, max_n):
+    "What is written, not what would follow on the right words"
+    return [o[1] for o in self._write(learn, {k: v[:max_n] for k,v in b[0].items()})]
 
 @patch
 def evaluate(self:Seq2Seq, learn, # The Learner

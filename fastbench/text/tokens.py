@@ -8,12 +8,14 @@ __all__ = ['entities', 'EntityF1', 'TokenClassification']
 # %% ../../nbs/24_text.tokens.ipynb #7dffaa71
 import warnings
 
+import numpy as np
 import torch
 from fastai.learner import Metric
 from fastcore.basics import patch
 
 from ..recipe import UserError
-from .task import Task, TokenAccuracy, batch_outputs
+from .task import ExampleTokens, Task, TokenAccuracy, batch_outputs, decoded
+from .tokenize import by_text
 
 # %% ../../nbs/24_text.tokens.ipynb #8d52796e
 def entities(tags # A tag for each word: `O`, `B-KIND`, `I-KIND`
@@ -36,7 +38,7 @@ class EntityF1(Metric):
         ): self.vocab = vocab
     def reset(self): self.right = self.found = self.true = 0
     def accumulate(self, learn):
-        for p,y in zip(learn.pred.argmax(-1).cpu(), learn.yb[0].cpu()):
+        for p,y in zip(*(by_text(learn.xb[0], o) for o in (learn.pred.argmax(-1), learn.yb[0]))):
             keep = y != -100
             a,b = ({(*e,) for e in entities([self.vocab[i] for i in o[keep].tolist()])} for o in (p, y))
             self.right,self.found,self.true = self.right+len(a & b),self.found+len(a),self.true+len(b)
@@ -50,6 +52,7 @@ class TokenClassification(Task):
     "A tag for every word"
     name = head = 'token-classification'
     per_token = True
+    fill = dict(word=-1, tag=-100) # Keys beside the tokenizer's, and what pads them
     def __init__(self, vocab): # Names of the tags
         if len(vocab) < 2: raise UserError(f'there is one tag only ({vocab[0] if vocab else "none"}): nothing to tell apart')
         self.vocab = list(vocab)
@@ -80,18 +83,57 @@ def _heads(enc, i):
         if w is not None: res.setdefault(w, at)
     return res
 
+def _tags(o): # of an example; None where it has none
+    return o[1] if len(o) == 2 and not isinstance(o, str) and not isinstance(o[0], str) else None
+
+@patch
+def encode(self:TokenClassification, tokenizer, # A fast tokenizer of transformers
+           examples, # A list
+           max_length=512, # Tokens of a text that are kept
+    )->list: # A dict of arrays each: the tokenizer's keys, `word` (its number, -1 for special tokens) and `tag` (-100 where none counts)
+    "The tokens of examples"
+    if not tokenizer.is_fast: raise UserError(f'{type(tokenizer).__name__} does not tell which token is of which word: token classification needs a fast tokenizer')
+    enc = tokenizer([_words(o) or [tokenizer.unk_token] for o in examples], is_split_into_words=True, truncation=max_length is not None, max_length=max_length)
+    at,res = {o: i for i,o in enumerate(self.vocab)},[]
+    for i,o in enumerate(examples):
+        keys = {k: np.asarray(v[i], np.int32) for k,v in enc.items() if k != 'attention_mask'}
+        word = np.array([-1 if w is None else w for w in enc.word_ids(i)], np.int32)
+        tag,tags = np.full_like(word, -100),_tags(o)
+        for w,place in _heads(enc, i).items() if tags is not None else ():
+            if tags[w] not in at: raise UserError(f'the tag {tags[w]!r} is none of those for training ({", ".join(self.vocab)})')
+            tag[place] = at[tags[w]]
+        res.append(keys | dict(word=word, tag=tag))
+    return res
+
+@patch
+def units(self:TokenClassification, tokenizer, examples, max_length): return examples,None
+
+@patch
+def size(self:TokenClassification, o # An example
+    )->tuple: # Its characters, and more tokens than it can have
+    "What an example takes"
+    words = _words(o)
+    return sum(map(len, words)) + len(words), sum(len(w.encode()) for w in words) + 2*len(words) + 1
+
+@patch
+def finish(self:TokenClassification, x, y=None):
+    y = x.pop('tag')
+    return (x, y) if (y != -100).any() else (x,)
+
 @patch
 def collate(self:TokenClassification, tokenizer, examples, max_length=512):
-    if not tokenizer.is_fast: raise UserError(f'{type(tokenizer).__name__} does not tell which token is of which word: token classification needs a fast tokenizer')
-    enc = tokenizer([_words(o) or [tokenizer.unk_token] for o in examples], is_split_into_words=True, truncation=True, max_length=max_length, padding=True, return_tensors='pt')
-    x = dict(enc)
-    if not all(len(o) == 2 and not isinstance(o, str) and not isinstance(o[0], str) for o in examples): return x,
-    y,at = torch.full_like(x['input_ids'], -100),{o: i for i,o in enumerate(self.vocab)}
-    for i,(_,tags) in enumerate(examples):
-        for w,place in _heads(enc, i).items():
-            if tags[w] not in at: raise UserError(f'the tag {tags[w]!r} is none of those for training ({", ".join(self.vocab)})')
-            y[i, place] = at[tags[w]]
-    return x,y
+    bt = ExampleTokens(self, tokenizer, max_length)
+    return self.finish(bt.pad(bt.encode(examples)))
+
+# %% ../../nbs/24_text.tokens.ipynb #7cb1d217
+def _heads_of(word): return [i for i,w in enumerate(word) if w >= 0 and (not i or word[i-1] != w)]
+
+@patch
+def columns(self:TokenClassification, tokenizer, b, out=None, max_n=9):
+    x,heads = b[0],[_heads_of(o) for o in by_text(b[0], b[0]['word'], max_n)]
+    words = [[decoded(tokenizer, [i[w == k]])[0] or tokenizer.unk_token for k in range(int(w.max())+1)] for i,w in zip(by_text(x, x['input_ids'], max_n), by_text(x, x['word']))]
+    def tags(y): return [' '.join(self.vocab[j] if j >= 0 else '-' for j in o[h].tolist()) for o,h in zip(by_text(x, y, max_n), heads)]
+    return dict(text=[' '.join(o) for o in words]) | (dict(tags=tags(b[1])) if len(b) > 1 else {}) | ({} if out is None else dict(prediction=tags(out)))
 
 # %% ../../nbs/24_text.tokens.ipynb #e6aa7ad9
 @patch

@@ -1,0 +1,104 @@
+"Two processes (gloo, CPU) train together: every loader splits fairly, no text twice, the same weights in the end"
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip('accelerate')
+from fastai.distributed import DistributedDL
+
+from fastbench.recipe import UserError
+from fastbench.text.loader import TextDL
+from fastbench.text.rnn import BPTTLoader
+from test_text_data import WORDS, make_tokenizer
+
+LOADERS = ('random', 'sorted', 'budget', 'packed', 'unseeded', 'tags', 'questions')
+CASES = (*LOADERS, 'examples', 'words')
+
+
+@pytest.fixture(scope='module')
+def ranks(tmp_path_factory):
+    folder, here = tmp_path_factory.mktemp('ranks'), Path(__file__).parent
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    env = os.environ | dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', ACCELERATE_USE_CPU='true',
+                            PYTHONPATH=os.pathsep.join([str(here), str(here.parent)]))
+    procs = [subprocess.Popen([sys.executable, str(here/'ranks.py'), str(folder)], env=env | dict(RANK=str(i), LOCAL_RANK=str(i)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+             for i in range(2)]
+    try: outs = [p.communicate(timeout=240)[0] for p in procs]
+    finally:
+        for p in procs: p.kill()
+    assert not any(p.returncode for p in procs), '\n'.join(o[-3000:] for o in outs)
+    return [json.loads((folder/f'{i}.json').read_text()) for i in range(2)]
+
+
+def flat(batches): return sorted(o for b in batches for o, _ in b)
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_both_take_as_many_steps_and_end_alike(ranks, name):
+    a, b = (o[name] for o in ranks)
+    assert len(a['texts']) == len(b['texts']) == (-(-a['n']//2) if name == 'examples' else a['n'])
+    assert a['weights'] == pytest.approx(b['weights'], abs=1e-9) and a['back'] and b['back'] and np.isfinite(a['values']).all()
+
+
+@pytest.mark.parametrize('name', LOADERS)
+def test_no_text_is_drawn_twice_and_none_left_out(ranks, name):
+    a, b = (o[name] for o in ranks)
+    for part, n in (('texts', 35), ('valid', 10)):
+        both = flat(a[part] + b[part])
+        assert len(both) == len(set(both)) == n, part
+        assert abs(len(flat(a[part])) - len(flat(b[part]))) <= (4 if name in ('random', 'sorted', 'unseeded') else 10)
+
+
+@pytest.mark.parametrize('name', ['sorted', 'unseeded', 'packed', 'budget', 'tags'])
+def test_steps_are_equally_long(ranks, name):
+    "What a process waits for the other"
+    def work(o): return [sum(n for _, n in b) if name in ('packed', 'tags') else max(n for _, n in b)*len(b) for b in o[name]['texts']]
+    a, b = map(np.array, map(work, ranks))
+    assert np.maximum(a, b)[:-2].sum() <= 1.35*(a + b)[:-2].sum()/2
+
+
+def test_other_loaders_are_split_as_fastai_does(ranks):
+    a, b = (flat(o['examples']['texts']) for o in ranks)
+    assert len(a) == len(b) == 18 and len(set(a + b)) == 35  # one is drawn twice, since 35 are odd
+
+
+def test_rows_of_words_are_split_not_windows(ranks):
+    a, b = (np.concatenate(o['words']['texts'], 1) for o in ranks)
+    assert a.shape == b.shape and a.shape[0] == 2 and not (a == b).all()
+
+
+# without processes
+
+def test_a_loader_made_before_its_processes_is_refused(monkeypatch):
+    from fastbench.callback.ranks import RankTrainer
+    dl = TextDL(['ba be']*4, make_tokenizer())
+    cb = RankTrainer(cpu=True)
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    with pytest.raises(UserError, match='deals to 1 processes, and 2 are training'): cb._wrap_dl(dl)
+
+
+def test_fastais_wrapper_is_refused():
+    dl = DistributedDL(TextDL(WORDS[:20], make_tokenizer(), bs=2, seed=1), rank=0, world_size=2)
+    dl._broadcast = lambda t, rank: t
+    with pytest.raises(UserError, match='would deal once more'): next(iter(dl))
+
+
+def test_ranks_need_a_seed():
+    dl = TextDL(WORDS[:20], make_tokenizer(), shuffle=True, rank=0, world_size=2)
+    with pytest.raises(UserError, match='give the loader a seed='): len(dl)
+
+
+def test_ranks_are_found_in_the_environment(monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '2'), monkeypatch.setenv('RANK', '1')
+    dl = BPTTLoader(torch.arange(100), bs=2, bptt=5)
+    assert (dl.rank, dl.world_size) == (1, 2) and (TextDL(['ba']*4, make_tokenizer(), seed=random.randint(0, 9)).rank) == 1
