@@ -6,6 +6,8 @@
 __all__ = ['find_device', 'precision_on', 'BenchLearner']
 
 # %% ../nbs/15_training.ipynb #81360b09
+from importlib.util import find_spec
+
 import torch
 from fastai.callback.channelslast import ChannelsLast as FastaiChannelsLast
 from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
@@ -90,6 +92,7 @@ class BenchLearner(FastLoop):
     def to_distributed(self, sync_bn=True, # Batch norm over all processes, on GPUs
                        **kwargs): # Of `Accelerator`: cpu=True for processes on a CPU
         "Train in all processes that torchrun has started; `detach_distributed` takes it off"
+        if find_spec('accelerate') is None: raise UserError("several processes are brought together by Accelerate, which is not there: pip install 'fastbench[distributed]'")
         from fastai.callback.progress import ProgressCallback
         from fastai.torch_core import rank_distrib
         from fastbench.callback.ranks import RankTrainer

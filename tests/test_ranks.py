@@ -102,3 +102,12 @@ def test_ranks_are_found_in_the_environment(monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '2'), monkeypatch.setenv('RANK', '1')
     dl = BPTTLoader(torch.arange(100), bs=2, bptt=5)
     assert (dl.rank, dl.world_size) == (1, 2) and (TextDL(['ba']*4, make_tokenizer(), seed=random.randint(0, 9)).rank) == 1
+
+
+def test_without_accelerate_it_is_one_line(monkeypatch):
+    from fastbench.learner import bench_learner
+    from fastbench.recipe import UserError
+    learn = bench_learner('digits-xresnet18', device='cpu')
+    monkeypatch.setattr('fastbench.training.find_spec', lambda name: None)
+    with pytest.raises(UserError, match=r'fastbench\[distributed\]'): learn.to_distributed(cpu=True)
+    assert not hasattr(learn, 'distributed_trainer')

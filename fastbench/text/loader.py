@@ -135,7 +135,12 @@ def _draw(self:TextDL):
     return t.item()
 
 @patch
-def to_detach(self:TextDL, b, cpu=True, gather=True): # for fastai, which expects of each rank as many texts
+def to_detach(self:TextDL,
+              b, # Of one rank
+              cpu=True, # Bring it to the CPU
+              gather=True, # Of all ranks together
+    ): # The batch without gradients
+    "`to_detach` for ranks with unequal numbers of texts, where fastai expects as many of each"
     def f(t):
         if not isinstance(t, torch.Tensor): return t
         if not gather or self.world_size < 2: return t.detach().cpu() if cpu else t.detach()

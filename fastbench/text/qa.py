@@ -102,7 +102,12 @@ def _span(offsets, answer, start):
 
 # %% ../../nbs/24_text.qa.ipynb #36f46b27
 @patch
-def units(self:QuestionAnswering, tokenizer, examples, max_length):
+def units(self:QuestionAnswering,
+          tokenizer, # A fast tokenizer of transformers
+          examples, # Dicts of question, context, answers
+          max_length, # Tokens of a window
+    ): # The windows, a dict of arrays each; the targets of each
+    "What is dealt into batches: windows, so that a long context is several"
     texts,ys = [],[]
     for i in range(0, len(examples), 256):
         x,*y = self.collate(tokenizer, examples[i:i+256], max_length)
@@ -113,10 +118,19 @@ def units(self:QuestionAnswering, tokenizer, examples, max_length):
     return texts,torch.cat(ys) if ys else None
 
 @patch
-def encode(self:QuestionAnswering, tokenizer, windows, max_length=512): return windows
+def encode(self:QuestionAnswering,
+           tokenizer, # Not asked again
+           windows, # Of `units`
+           max_length=512, # They are cut to it already
+    ):
+    "Windows are tokens already"
+    return windows
 
 @patch
-def size(self:QuestionAnswering, o): return (len(o['input_ids']),)*2
+def size(self:QuestionAnswering, o # A window
+    )->tuple: # Its tokens, twice
+    "What a window takes"
+    return (len(o['input_ids']),)*2
 
 @patch
 def finish(self:QuestionAnswering, x, y=None):

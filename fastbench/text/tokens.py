@@ -106,7 +106,13 @@ def encode(self:TokenClassification, tokenizer, # A fast tokenizer of transforme
     return res
 
 @patch
-def units(self:TokenClassification, tokenizer, examples, max_length): return examples,None
+def units(self:TokenClassification,
+          tokenizer, # Not asked
+          examples, # A list
+          max_length, # Likewise
+    ): # The examples; None, as each holds its target
+    "What is dealt into batches: the examples themselves"
+    return examples,None
 
 @patch
 def size(self:TokenClassification, o # An example
