@@ -142,14 +142,7 @@ def _name(runs):
 # %% ../nbs/46_compare.ipynb #b4aeb8ed
 def _interval_of(r): return '' if r['low'] is None else f"{signed(r['low'])} to {signed(r['high'])}"
 
-def _shown(r):
-    "A row as the table prints it"
-    return {**r, 'a': _units[r['kind']](r['a']), 'b': _units[r['kind']](r['b']), 'interval': _interval_of(r)}
-
-def _compared_cells(self):
-    sheet = Sheet()
-    sheet.columns,sheet.rows = self.columns,[_shown(r) for r in self.rows]
-    return sheet.cells()
+def _compared_shown(self, r): return {**r, 'a': _units[r['kind']](r['a']), 'b': _units[r['kind']](r['b']), 'interval': _interval_of(r)}
 
 def _compared_about(self, a, b, least, some, tiny):
     "What stands in the table, and how it was made"
@@ -190,7 +183,7 @@ def _compared_trouble(self):
             for o in r.warnings: said.setdefault((name, str(o).split(':')[0]), []).append(o)
     for (name,_),os in said.items(): yield f'warning ({len(os)} of {len(getattr(self, name.lower()))} Runs of {name}): {os[0]}'
 
-Compared.cells,Compared._about,Compared._quality,Compared._where,Compared._trouble = _compared_cells,_compared_about,_compared_quality,_compared_where,_compared_trouble
+Compared.shown,Compared._about,Compared._quality,Compared._where,Compared._trouble = _compared_shown,_compared_about,_compared_quality,_compared_where,_compared_trouble
 
 # %% ../nbs/46_compare.ipynb #e6714cf5
 def compare(a, # `Run`s, a folder, a file, an id, the beginning of ids; or a list of these

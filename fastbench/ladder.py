@@ -100,11 +100,7 @@ class Climb(Sheet):
         if peak: self.notes.append(f'of peak: FLOPs of training a second, against {peak/1e9:,.0f} GFLOP/s that this machine reached on a matrix product')
         self.notes += [o for o in warned(runs) if 'never reached' not in o]
 
-    def cells(self):
-        sheet = Sheet()
-        sheet.columns,sheet.missing = self.columns,self.missing
-        sheet.rows = [r | {k: r[k] and _times(r, k) for k in ('total', 'gain')} for r in self.rows]
-        return sheet.cells()
+    def shown(self, row): return row | {k: row[k] and _times(row, k) for k in ('total', 'gain')}
 
     def to_json(self)->str:
         "Name of the ladder, rows, notes, ids of the Runs"

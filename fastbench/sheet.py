@@ -15,10 +15,16 @@ class Sheet:
     columns = () # (key, heading, format of a value that is not None)
     title,rows,notes,runs,missing,left = '',(),(),(),{},1 # missing: key -> what stands where there is no value; left: columns that are flush left
 
+    def shown(self, row # A dict
+        )->dict: # The same, with what its cells hold in place of bare values
+        "A row as the table prints it"
+        return row
+
     def cells(self)->tuple: # Headings, rows of text
         "What the table prints; a column without a value stays away"
-        cols = [o for o in self.columns if any(r.get(o[0]) is not None for r in self.rows)]
-        return [h for _,h,_ in cols], [[self.missing.get(k, '') if r.get(k) is None else f(r[k]) for k,_,f in cols] for r in self.rows]
+        rows = [self.shown(r) for r in self.rows]
+        cols = [o for o in self.columns if any(r.get(o[0]) is not None for r in rows)]
+        return [h for _,h,_ in cols], [[self.missing.get(k, '') if r.get(k) is None else f(r[k]) for k,_,f in cols] for r in rows]
 
     def __str__(self):
         head,body = self.cells()

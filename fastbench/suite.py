@@ -75,11 +75,7 @@ class Suite(Sheet):
                         *((f'on {m}', m, lambda x: f'{x:g} s') for m in machines), ('published_accuracy', 'its accuracy', '{:.1%}'.format)]
         self.title,self.notes = f'suite {name}',[*self._about(machines), *self._trouble()]
 
-    def cells(self):
-        sheet = Sheet()
-        sheet.columns,sheet.missing,sheet.left = self.columns,self.missing,self.left
-        sheet.rows = [r | {f'on {k}': v for k,v in r['published'].items()} for r in self.rows]
-        return sheet.cells()
+    def shown(self, row): return row | {f'on {k}': v for k,v in row['published'].items()}
 
     def _about(self, machines):
         def each(f): return ' and '.join(dict.fromkeys(str(f(o)) for o in self.runs if f(o)))
