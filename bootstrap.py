@@ -249,11 +249,19 @@ def run(args):
     os.execv(cmd[0], cmd)
 
 
+def crew():
+    "How many tests run at once, and the threads of each: processes that all use every core wait for each other"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+    n = min(4, cores)
+    return n, cores//n
+
+
 def test(args):
     "Notebooks, then pytest; both always run, the first failure is the exit code"
-    env, codes = dict(os.environ, MPLBACKEND='agg'), []
-    parts = [('notebooks', command('nbdev-test') + ['--n-workers', '1'], os.path.join(HERE, 'nbs')),
-             ('pytest', [PYTHON, '-m', 'pytest'] + args, HERE)]
+    n, threads = crew()
+    env, codes = dict({'OMP_NUM_THREADS': str(threads)}, **dict(os.environ, MPLBACKEND='agg')), []
+    parts = [('notebooks', command('nbdev-test') + ['--n-workers', str(n)], os.path.join(HERE, 'nbs')),
+             ('pytest', [PYTHON, '-m', 'pytest', '-n', str(n), '--dist', 'loadfile'] + args, HERE)]
     for name, cmd, cwd in parts:
         start = time.time()
         codes.append(subprocess.call(cmd, cwd=cwd, env=env))

@@ -372,13 +372,21 @@ def test_run_passes_its_arguments_on(boot, monkeypatch):
 @pytest.mark.parametrize('codes, expect', [((0, 0), 0), ((3, 0), 3), ((0, 5), 5), ((3, 5), 3)])
 def test_test_runs_both_parts(boot, monkeypatch, codes, expect):
     ran, left = [], list(codes)
-    def fake(cmd, cwd, env): ran.append((cmd, Path(cwd).name)); return left.pop(0)
+    def fake(cmd, cwd, env): ran.append((cmd, Path(cwd).name, env['OMP_NUM_THREADS'])); return left.pop(0)
+    monkeypatch.setattr(boot.mod, 'crew', lambda: (3, 2))
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     boot.mod.setup()
     monkeypatch.setattr(boot.mod.subprocess, 'call', fake)
     assert boot.mod.main(['test', '-k', 'one']) == expect
-    (notebooks, where), (pytests, there) = ran
-    assert notebooks[-2:] == ['--n-workers', '1'] and where == 'nbs'
-    assert pytests[-4:] == ['-m', 'pytest', '-k', 'one'] and there == 'a folder'
+    (notebooks, where, threads), (pytests, there, _) = ran
+    assert notebooks[-2:] == ['--n-workers', '3'] and where == 'nbs' and threads == '2'
+    assert pytests[-8:] == ['-m', 'pytest', '-n', '3', '--dist', 'loadfile', '-k', 'one'] and there == 'a folder'
+
+
+@pytest.mark.parametrize('cores, expect', [(1, (1, 1)), (2, (2, 1)), (4, (4, 1)), (16, (4, 4))])
+def test_tests_share_the_cores(boot, monkeypatch, cores, expect):
+    monkeypatch.setattr(boot.mod.os, 'sched_getaffinity', lambda pid: set(range(cores)), raising=False)
+    assert boot.mod.crew() == expect
 
 
 @pytest.mark.parametrize('args, code', [([], 2), (['rum'], 2), (['setup', 'x'], 2), (['docs', 'x'], 2), (['--tested'], 2), (['-h'], 0), (['--help'], 0)])
