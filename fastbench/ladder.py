@@ -124,7 +124,7 @@ def plot_ladder(climb:Climb, # What to draw
     ax.scatter([x for _,x in known], [i for i,_ in known], color='tab:orange', zorder=3, label='published, on its author\'s machine')
     ax.set(xlabel='times as fast to the target as the first rung', xscale='log', title=climb.ladder.name)
     top = max([r['total_high'] or r['total'] for r in rows] + [x for _,x in known])
-    ax.set_xlim(right=3*top*max(1, top)**.3)  # room for the words
+    ax.set_xlim(right=top*max(3*max(1, top)**.3, (top/ax.get_xlim()[0])**.6))  # room for the words
     ax.invert_yaxis()
     if known: ax.legend(loc='lower right', fontsize=9)
     return ax
