@@ -187,7 +187,8 @@ def install(tested=False):
     say('installing uv')
     call('installing uv', [PYTHON, '-m', 'pip', 'install', '--quiet', '--retries', '2', '--disable-pip-version-check', 'uv>=0.5'])
     say('installing fastbench and what it needs (minutes the first time: 2 to 3 GB)')
-    uv = [PYTHON, '-m', 'uv', 'pip', 'install', '--python', PYTHON]
+    # compiled once, here: uv leaves that to the first import, and where PYTHONDONTWRITEBYTECODE is set every process would compile torch and its like anew
+    uv = [PYTHON, '-m', 'uv', 'pip', 'install', '--compile-bytecode', '--python', PYTHON]
     call('installing fastbench', uv + (['--constraint', TESTED] if tested else []) + ['-e', '.[dev]'], env=uv_env())
     try: call('checking torch', [PYTHON, '-c', PAIR])
     except Failed as e:

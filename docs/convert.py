@@ -123,6 +123,7 @@ def embedded(text, alt, page, pictures):
         path = pictures.add(page, 'html', html.unescape(frame[1]).encode())
         return f'<iframe class="page" loading="lazy" title="{html.escape(alt, quote=True)}" src="{path}"></iframe>\n\n[Open this page by itself]({path})'
     text = re.sub(r'<style[^>]*>.*?</style>', '', text, flags=re.S)
+    text = text.replace(' style="text-align:left"', ' class="text"')
     text = re.sub(r'\s(?:border="\d+"|style="[^"]*")', '', text)
     text = re.sub(r'>\s*\n\s*', '>', text).replace('\n', '&#10;')
     return f'<div class="output html">{text}</div>'

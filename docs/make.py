@@ -193,11 +193,13 @@ def render(work):
 def make(out=ROOT/'site', work=ROOT/'build'/'docs', root=ROOT):
     "Write the site to `out`; returns its `Site`"
     check()
+    from search import rank
     site = Site(root)
     shutil.rmtree(work, ignore_errors=True)
     write(work/'pages', {**site.texts, **site.pictures[False], **{f'theme/{o.name}': o.read_bytes() for o in (HERE/'theme').iterdir()}})
     write(work, {'zensical.toml': settings(site.nav)})
     render(work)
+    rank(work/'site'/'search.json')
     write(work/'site', {**site.twins, **site.pictures[True], 'llms.txt': site.llms})
     from links import dead
     broken = dead(work/'site')

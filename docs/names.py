@@ -185,9 +185,11 @@ class Names:
         module, name = found
         if name is None: return self._list(page)
         o = self.obj(module, name)
-        head = f"{'###' if '.' not in name else '####'} `{name}`" + ('' if twin else f' {{#{name} .symbol}}')
+        noted = getattr(o, '__metadata__', None)  # of `Annotated`: an option that several commands share
+        plain = noted or not callable(o) and not isinstance(o, (property, cached_property, classmethod, staticmethod))
+        head = f"{'###' if '.' not in name else '####'} `{name}`" + ('' if twin else f" {{#{name} .symbol{' .constant' if plain else ''}}}")
         source = f"[source]({self.link(page, f'source/{module}.md', '' if twin else line_anchor(self.lines[module].get(name, 1)))})" + ('' if twin else '{.source}')
-        if not callable(o) and not isinstance(o, (property, cached_property, classmethod, staticmethod)): body = fence(f'{name} = {constant(o)}', 'python')
+        if plain: body = fence(f'{name} = {constant(o)}', 'python') + (f"\n\n{noted[0].help}" if noted else '')
         elif module.startswith('command.') and (cmd := name.strip('_').replace('_', '-')) in self.commands:
             body = f"{Documented(o, name).docs}\n\nIts arguments and options: [`fastbench {cmd}`]({self.link(page, 'reference/commands.md', f'fastbench-{cmd}')})."
         elif '.' in name and getattr(o, '__qualname__', name) != name and getattr(o, '__name__', '') in self.short:
@@ -201,9 +203,12 @@ class Names:
 
 
 def constant(o):
-    "A constant as one would type it"
+    "A constant as one would type it; how a long one begins; of an object its type"
+    from fastbench.showdoc import type_name
+    if hasattr(o, '__metadata__'): return f'Annotated[{type_name(o.__origin__)}, {type(o.__metadata__[0]).__name__}]'
     text = repr(o)
-    return text if len(text) < 400 and ' at 0x' not in text and '<' not in text[:1] else '...'
+    if ' at 0x' in text or text[:1] == '<': return f'{type(o).__name__}(...)' if not isinstance(o, (dict, list, tuple, set)) else f'{type(o).__name__} of {len(o)}'
+    return text if len(text) < 400 else text[:300].rsplit(', ', 1)[0] + ', ...'
 
 
 def cell(text): return re.sub(r'(?<!\\)\|', r'\\|', ' '.join(text.split()))

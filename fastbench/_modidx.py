@@ -1183,6 +1183,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastbench.showdoc.default_name': ('showdoc.html#default_name', 'fastbench/showdoc.py'),
                                    'fastbench.showdoc.documented': ('showdoc.html#documented', 'fastbench/showdoc.py'),
                                    'fastbench.showdoc.lookup': ('showdoc.html#lookup', 'fastbench/showdoc.py'),
+                                   'fastbench.showdoc.made_anew': ('showdoc.html#made_anew', 'fastbench/showdoc.py'),
                                    'fastbench.showdoc.plain_function': ('showdoc.html#plain_function', 'fastbench/showdoc.py'),
                                    'fastbench.showdoc.public_names': ('showdoc.html#public_names', 'fastbench/showdoc.py'),
                                    'fastbench.showdoc.signature': ('showdoc.html#signature', 'fastbench/showdoc.py'),

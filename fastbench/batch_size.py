@@ -46,7 +46,7 @@ def is_oom(e:BaseException # What a step raised
 # %% ../nbs/16_batch_size.ipynb #85dd8a22
 _units = {f'{p}{b}'.lower(): k**n for b,k in (('B', 1000), ('iB', 1024)) for n,p in enumerate(('', 'k', 'M', 'G', 'T')) if p or b == 'B'}
 
-def parse_memory(o # '4GB' (10**9), '4GiB' (2**30), or bytes
+def parse_memory(o # '4GB' (decimal), '4GiB' (binary), or bytes
     )->int: # Bytes
     "An amount of memory"
     m = re.fullmatch(r'\s*([\d.]+)\s*([a-zA-Z]*)\s*', str(o))

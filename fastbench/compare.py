@@ -9,7 +9,9 @@ __all__ = ['accuracies', 'Compared', 'compare', 'plot_compared']
 import json
 from math import sqrt
 from statistics import mean, variance
+from textwrap import wrap
 
+from .phases import middle
 from .recipe import UserError
 from .record import when
 from .sheet import Sheet
@@ -206,21 +208,27 @@ def compare(a, # `Run`s, a folder, a file, an id, the beginning of ids; or a lis
 def plot_compared(c:Compared, # What to draw
                   ax=None, # matplotlib axes; made if None
     ): # The axes
-    "Percent of time, phase by phase, with intervals; grey where there is no verdict"
+    "Percent of time, phase by phase, with intervals; grey where there is no verdict; an arrow where one goes on beyond the picture"
     import matplotlib.pyplot as plt
     times = [r for r in c.rows if r['kind'] == 'time']
     if not times: raise UserError('there is nothing to draw: no time was measured on both sides')
     if ax is None: _,ax = plt.subplots(figsize=(7, .32*len(times)+1.2), layout='constrained')
     colours = dict(faster='tab:green', slower='tab:red')
-    for i,r in enumerate(times):
-        x,lo,hi = (None if r[k] is None else 100*(r[k]-1) for k in ('ratio', 'low', 'high'))
+    each = [[None if r[k] is None else 100*(r[k]-1) for k in ('ratio', 'low', 'high')] for r in times]
+    reach = [max(abs(o) for o in row if o is not None) for row in each]
+    edge = max(10., 1.5*reach[0], 4*middle(reach))  # one that goes far beyond the others does not make them small
+    for i,(r,(x,lo,hi)) in enumerate(zip(times, each)):
         ax.barh(i, x, color=colours.get(r['verdict'], 'silver'), height=.6)
         if lo is not None: ax.plot([lo, hi], [i, i], color='black', lw=1)
+        for o in (x, lo, hi):
+            if o is not None and abs(o) > edge: ax.plot(edge if o > 0 else -edge, i, '>' if o > 0 else '<', color='black', ms=5, clip_on=False)
+    ends = [max(-edge, min(edge, o)) for row in each for o in (*row, 0.) if o is not None]
+    ax.set_xlim(min(ends) - .04*edge, max(ends) + .04*edge)
     ax.set_yticks(range(len(times)), [f"{r['phase']} {r['action']}" for r in times], parse_math=False)
     ax.axvline(0, color='black', lw=.8)
     ax.invert_yaxis()
     ax.set_xlabel('time of B against A, %')
-    ax.set_title(c.title, fontsize=9, loc='left', parse_math=False)
+    ax.set_title('\n'.join(wrap(c.title, 80)), fontsize=9, loc='left', parse_math=False)
     ax.spines[['top', 'right']].set_visible(False)
     return ax
 

@@ -118,15 +118,16 @@ def plot_ladder(climb:Climb, # What to draw
     ax.barh([r['rung'] for r in rows], [r['total'] for r in rows], color='tab:blue', height=.6)
     for i,r in enumerate(rows):
         if r['total_low']: ax.plot([r['total_low'], r['total_high']], [i, i], color='black', lw=1)
-        text = f" {r['total']:.1f}x · {seconds(r['seconds'])} · {r['accuracy']:.1%}" + (f" · {r['share']:.0%} of peak" if r.get('share') else '')
-        ax.text(r['total_high'] or r['total'], i, text, va='center', fontsize=9)
+        text = f"{r['total']:.1f}x · {seconds(r['seconds'])} · {r['accuracy']:.1%}" + (f" · {r['share']:.0%} of peak" if r.get('share') else '')
+        ax.text(max(o for o in (r['total_high'], r['total'], r['published_total']) if o), i, f'  {text}', va='center', fontsize=9)
     known = [(i, r['published_total']) for i,r in enumerate(rows) if r['published_total']]
     ax.scatter([x for _,x in known], [i for i,_ in known], color='tab:orange', zorder=3, label='published, on its author\'s machine')
-    ax.set(xlabel='times as fast to the target as the first rung', xscale='log', title=climb.ladder.name)
+    ax.set(xlabel='times as fast to the target as the first rung', xscale='log')
+    ax.set_title(climb.ladder.name, loc='left')
     top = max([r['total_high'] or r['total'] for r in rows] + [x for _,x in known])
     ax.set_xlim(right=top*max(3*max(1, top)**.3, (top/ax.get_xlim()[0])**.6))  # room for the words
     ax.invert_yaxis()
-    if known: ax.legend(loc='lower right', fontsize=9)
+    if known: ax.legend(loc='lower right', bbox_to_anchor=(1, 1), fontsize=9, frameon=False)
     return ax
 
 Climb.plot = plot_ladder

@@ -10,6 +10,8 @@ import csv, io, json
 from html import escape
 
 # %% ../nbs/04_sheet.ipynb #5f4f5db5
+_flush_left = ' style="text-align:left"'
+
 class Sheet:
     "Rows with columns, notes below"
     columns = () # (key, heading, format of a value that is not None)
@@ -43,7 +45,7 @@ class Sheet:
 
     def _repr_html_(self):
         head,body = self.cells()
-        def row(cells, tag): return '<tr>' + ''.join(f'<{tag}>{escape(str(c))}</{tag}>' for c in cells) + '</tr>'
+        def row(cells, tag): return '<tr>' + ''.join(f'<{tag}{_flush_left if i < self.left else ""}>{escape(str(c))}</{tag}>' for i,c in enumerate(cells)) + '</tr>'
         notes = ''.join(f'<div>{escape(o)}</div>' for o in self.notes)
         return f'<b>{escape(self.title)}</b><table>{row(head, "th")}{"".join(row(o, "td") for o in body)}</table>{notes}'
 

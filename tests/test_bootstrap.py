@@ -117,7 +117,7 @@ def test_oldest_python_is_the_one_of_pyproject(boot):
 def test_sets_up_once(boot):
     boot.mod.setup()
     uv = dict(boot.steps)['installing fastbench']
-    assert '.[dev]' in uv and 'install' in uv and '--constraint' not in uv
+    assert '.[dev]' in uv and 'install' in uv and '--compile-bytecode' in uv and '--constraint' not in uv
     assert boot.names() == ALL
     boot.mod.setup()
     assert boot.names() == []

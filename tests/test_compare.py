@@ -279,3 +279,11 @@ def test_for_real_in_a_process_of_its_own(kept):
             "print([o for o in 'torch fastai transformers scipy numpy pandas matplotlib'.split() if o in sys.modules])")
     out = subprocess.run([sys.executable, '-c', code, kept/'a', kept/'slow'], capture_output=True, text=True).stdout
     assert out.splitlines()[-1] == '[]'
+
+
+def test_one_phase_that_goes_far_beyond_does_not_hide_the_others():
+    def both(spread): return [[make(i, s, scale=1.1**s, phases={**PHASES, 'draw': .0003*math.exp(spread*(i % 3)*s)}) for i in range(6)] for s in (0, 1)]
+    near, far = (compare(*both(o)).plot() for o in (0, 2.5))
+    assert all(o.get_clip_on() for o in near.lines)
+    arrows = [o for o in far.lines if o.get_marker() == '>']
+    assert arrows and far.get_xlim()[1] < 400 and all(o.get_xdata()[0] <= far.get_xlim()[1] + 1e-9 for o in arrows)

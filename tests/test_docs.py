@@ -242,16 +242,25 @@ def search(url, browser):
     for o in contexts: o.close()
 
 
-@pytest.mark.parametrize('name,place', [('compare_times', 'reference/verdict.html#compare_times'), ('TextDL', 'reference/text.loader.html#TextDL'),
-                                        ('fastbench ladder', 'reference/commands.html#fastbench-ladder')])
-def test_search_finds_a_name_and_lands_on_it(search, url, name, place):
+@pytest.mark.parametrize('name,place,first', [('compare_times', 'reference/verdict.html#compare_times', 1), ('TextDL', 'reference/text.loader.html#TextDL', 1), ('Run', 'reference/record.html#Run', 1),
+                                              ('Profiler', 'reference/callback.profiler.html#Profiler', 1), ('fastbench ladder', 'reference/commands.html#fastbench-ladder', 12)])
+def test_search_finds_a_name_and_lands_on_it(search, url, name, place, first):
     page, found = search(name)
     hrefs = [re.sub(r'\?[^#]*', '', o) for o in found.evaluate_all('all => all.map(o => o.getAttribute("href"))')]
-    assert url + place in hrefs[:12], hrefs
+    assert url + place in hrefs[:first], hrefs
     found.nth(hrefs.index(url + place)).click()
     page.wait_for_url(re.compile(re.escape(place.split('#')[0])))
     assert re.sub(r'\?[^#]*', '', page.url) == url + place
     page.wait_for_function(f'(() => {{ const y = document.getElementById({place.split("#")[1]!r}).getBoundingClientRect().top; return y >= 0 && y < innerHeight }})()')
+
+
+def test_search_ranks_names(docs):
+    def item(where, title, text): return dict(location=where, title=title, text=text)
+    said = '<p>source</p> <pre><code>{}\n</code></pre>'
+    page, method, cls = item('tutorials/a.html', 'Run', 'x'), item('reference/a.html#Run.save', '<code>Run.save</code>', said.format('Run.save()')), item('reference/a.html#Run', '<code>Run</code>', said.format('class Run(x)'))
+    command = item('reference/command.a.html#run', '<code>run</code>', 'x')
+    got = docs('search').ranked([page, method, command, cls])
+    assert [o['location'] for o in got] == ['reference/a.html#Run', 'reference/a.html#Run.save', 'tutorials/a.html'] and got[0]['text'] == '<pre><code>Run(x)\n</code></pre>'
 
 
 def test_search_needs_no_mouse(search, url):
