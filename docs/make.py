@@ -113,7 +113,7 @@ class Site:
     @property
     def nav(self):
         "For Zensical"
-        def items(pairs): return [{t: p} for t, p in pairs]
+        def items(pairs): return [{t.replace('`', ''): p} for t, p in pairs]  # it is no Markdown there
         res = [{'Home': 'index.md'}]
         for part, title in SECTIONS.items():
             mine = [(b.title, b.page) for b in self.books if b.page.startswith(f'{part}/')]

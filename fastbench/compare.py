@@ -85,7 +85,7 @@ def _compare_rows(a, b, at, paired, threshold, level):
         word = _words.get(kind, {}).get(d['verdict'], d['verdict'])
         text = percent(v.ratio) if kind == 'time' else 'no difference' if signed(d['ratio'])[1:] == '0.0%' else signed(d['ratio'])
         if kind == 'memory': d['why'] = d['why'].replace('faster by', 'less by').replace('slower by', 'more by')
-        return dict(phase=k[0], action=k[1], kind=kind, a=mean(o[k]['value'] for o in va), b=mean(o[k]['value'] for o in vb), change=text) | d | dict(verdict=word)
+        return dict(phase=k[0], action=k[1], kind=kind, a=mean(o[k]['value'] for o in va), b=mean(o[k]['value'] for o in vb), share=mean(o[k]['share'] for o in vb), change=text) | d | dict(verdict=word)
     return [row(k, v) for k,v in vs.items()],vs,some,tiny
 
 # %% ../nbs/46_compare.ipynb #4fb12cf5
@@ -126,10 +126,11 @@ class Compared(Sheet):
         if not v or not acc: return None
         return 'b' if (v.verdict, acc['verdict']) == ('faster', 'worse') else 'a' if (v.verdict, acc['verdict']) == ('slower', 'better') else None
 
-    def slower_than(self, limit # A share: .05 is 5%
+    def slower_than(self, limit, # A share: .05 is 5%
+                    least=.01, # Phases below this share of B's fit stay out
         )->list: # (phase, action)
-        "The times that are shown to be slower by more than `limit`, as a family"
-        times = {(r['phase'], r['action']) for r in self.rows if r['kind'] == 'time'}
+        "The times that are shown to be slower by more than `limit`, as a family of those that weigh at least `least`"
+        times = {(r['phase'], r['action']) for r in self.rows if r['kind'] == 'time' and r['share'] >= least}
         return shown_above({k: v for k,v in self.verdicts.items() if k in times}, limit)
 
     def to_json(self)->str:

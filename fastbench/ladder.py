@@ -93,7 +93,7 @@ class Climb(Sheet):
         self.notes = [f"{about.data.get('name')} on {about.device.get('name')}, {about.precision.get('effective')}" + (f', to {goal:.0%} of the validation set' if goal else '')] if about else []
         if any(r['n'] > 1 for r in self.rows): self.notes.append('seconds are medians of the repeats; speed-ups means of their ratios, with 95% intervals, each by itself')
         elif runs: self.notes.append('one run of each: differences of a few percent are chance')
-        self.notes += [f"{r['rung']}: {r['status']}" for r in self.rows if r['status'] != 'ok']
+        self.notes += [f"{r['rung']}: {r['status']}" for r in self.rows if runs and r['status'] != 'ok']
         left = [o.name for o in ladder.rungs if o.name not in [r['rung'] for r in self.rows]]
         if left: self.notes.append(f'not run: {", ".join(left)}')
         peak = next((r['peak'] for r in self.rows if r.get('peak')), None)
@@ -125,7 +125,7 @@ def plot_ladder(climb:Climb, # What to draw
     ax.set(xlabel='times as fast to the target as the first rung', xscale='log')
     ax.set_title(climb.ladder.name, loc='left')
     top = max([r['total_high'] or r['total'] for r in rows] + [x for _,x in known])
-    ax.set_xlim(right=3*top*max(1, top)**.3)  # room for the words
+    ax.set_xlim(right=top*max(3*max(1, top)**.3, (top/ax.get_xlim()[0])**.6))  # room for the words
     ax.invert_yaxis()
     if known: ax.legend(loc='lower right', bbox_to_anchor=(1, 1), fontsize=9, frameon=False)
     return ax

@@ -118,6 +118,14 @@ def test_phases_that_are_missing_or_tiny_are_named():
     assert not {'draw', 'loss'} & {r['action'] for r in c.rows}
 
 
+def test_what_weighs_nearly_nothing_does_not_close_the_gate():
+    "A phase of half a percent of the fit may double: it cannot cost anybody 5%"
+    c = compare(side(phases=PHASES | dict(to_device=.0002)), side(1, phases=PHASES | dict(to_device=.0005)))
+    r = row(c, 'train', 'to_device')
+    assert r['verdict'] == 'slower' and .003 < r['share'] < .01
+    assert c.slower_than(.05) == [] and c.slower_than(.05, least=.003) == [('train', 'to_device')]
+
+
 def test_runs_that_did_not_go_well_are_left_out_and_said():
     b = side(1)
     b[3] = make(3, 1, status='failed')

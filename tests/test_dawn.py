@@ -295,6 +295,11 @@ def test_a_repeat_that_missed_the_target_leaves_the_rung_without_a_time():
     assert rows[0]['seconds'] is None and rows[0]['status'] == 'target not reached'
 
 
+def test_without_runs_a_ladder_is_its_published_figures():
+    climb = Climb(get_ladder('dawn'), [])
+    assert len(climb.rows) == len(get_ladder('dawn').rungs) and climb.notes == [] and '137.5x' in str(climb)
+
+
 def test_a_ladder_of_ones_own():
     base = Recipe('mine-ladder', 'mine', data='digits', size=8)
     ladder = register_ladder(base, Rung('first', 'as it is', {}), Rung('bigger', 'more at once', dict(bs=128)), Rung('faster', 'and faster', dict(lr=.01), 3.))

@@ -104,7 +104,7 @@ def test_a_page_for_every_notebook(built):
     for b in made.books:
         html = site/(b.page.removesuffix('.md') + '.html')
         assert html.exists() and f'"{b.page}"' in nav, b.file
-        assert b.title in html.read_text(encoding='utf-8').replace('&amp;', '&').replace('&#x27;', "'")
+        assert b.title.replace('`', '') in html.read_text(encoding='utf-8').replace('&amp;', '&').replace('&#x27;', "'")
 
 
 def test_every_name_is_shown_once_with_its_source(built, html):
@@ -446,3 +446,51 @@ def test_nbdev_docs_processes_every_notebook(tmp_path, monkeypatch):
         assert not [c for c in code if re.search(r'^show_doc\(|^#\| *export|nbdev_export\(\)', c, re.M)], path.name
     text = ''.join(''.join(c['source']) for c in json.loads((cache/'46_compare.ipynb').read_text())['cells'])
     assert '### compare\n\n```python\ncompare(' in text and '| `threshold` | `float` | `0.01` | A share: a difference up to this does not matter |' in text
+
+
+# What pages tell to type
+
+def _prose(path): return '\n'.join(''.join(c['source']) for c in json.loads(path.read_text(encoding='utf-8'))['cells'] if c['cell_type'] == 'markdown')
+
+
+def _misused(line):
+    "What the command line says to `line`, without running anything; '' if it understands it"
+    import shlex
+    import typer
+    from fastbench.cli import app
+    from fastbench.recipe import UserError
+    args = shlex.split(re.split(r'[|>]', line)[0])[1:]
+    group = typer.main.get_command(app)
+    if args[0] not in group.commands: return f'no command {args[0]}'
+    try: group.commands[args[0]].make_context(args[0], args[1:])
+    except UserError: return ''
+    except Exception as e: return '' if type(e).__name__ == 'Exit' else getattr(e, 'message', '') or repr(e)  # Exit: --help
+    return ''
+
+
+def test_every_command_in_the_text_is_one():
+    seen = []
+    for path in NOTEBOOKS:
+        text = _prose(path)
+        shell = '\n'.join(re.findall(r'^```sh\n(.*?)^```', text, re.S | re.M))
+        for line in re.findall(r'`(fastbench [a-z-]+ [^`\n]*--[^`\n]*)`', text) + re.findall(r'^(fastbench [a-z-]+[^#\n]*)', shell, re.M):
+            assert not (why := _misused(line.strip())), f'{path.name}: {line}: {why}'
+            seen.append(line)
+    assert len(seen) >= 10
+    assert 'uch option' in _misused('fastbench ab digits-xresnet18 --fail-over 5%') and 'no command' in _misused('fastbench gate x')
+
+
+def test_the_workflow_for_pull_requests_is_one():
+    import yaml
+    text = re.search(r'^```yaml\n(.*?)^```', _prose(ROOT/'nbs/tutorials/07_pull_request.ipynb'), re.S | re.M)[1]
+    flow = yaml.safe_load(text)
+    assert flow[True] == 'pull_request'  # YAML 1.1 reads `on` so
+    steps = flow['jobs']['speed']['steps']
+    assert all(('uses' in o) != ('run' in o) for o in steps)
+    train = next(o['run'] for o in steps if '/fastbench ' in o.get('run', ''))
+    assert not _misused(re.sub(r'^\S+/fastbench', 'fastbench', train))
+    assert not _misused('fastbench ab digits-xresnet18 --python main --python pull-request')
+    sys.path.insert(0, str(ROOT))
+    try: import bootstrap
+    finally: sys.path.remove(str(ROOT))
+    for o in re.findall(r'bootstrap.py (\w+)', text): assert o in bootstrap.COMMANDS

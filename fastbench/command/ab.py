@@ -36,7 +36,7 @@ def ab(
     all_pairs:Annotated[bool, typer.Option('--all', help='Do not stop early when the answer is clear.')]=False,
     anyway:Annotated[bool, typer.Option('--anyway', help='Compare what is not comparable, and say so.')]=False,
     threshold:Annotated[Optional[share], typer.Option(parser=share, metavar='SHARE', help='A difference up to this does not matter.', show_default='1%')]=None,
-    fail_above:Annotated[Optional[share], typer.Option(parser=share, metavar='SHARE', help='Exit 1 if B is shown to be slower by more than this, in any phase.')]=None,
+    fail_above:Annotated[Optional[share], typer.Option(parser=share, metavar='SHARE', help='Exit 1 if B is shown to be slower by more than this, in any phase of 1% of the fit or more.')]=None,
     device:Annotated[Optional[str], typer.Option(help='cpu, cuda, cuda:1, mps.')]=None,
     out:Out=Path(FOLDER),
     offline:Annotated[bool, typer.Option('--offline', help='Never open a connection.')]=False,

@@ -23,7 +23,7 @@ def compare(
     on:Annotated[Optional[list[str]], typer.Option('--on', metavar='FIELD', help='What is meant to differ, such as precision; may be repeated.')]=None,
     anyway:Annotated[bool, typer.Option('--anyway', help='Compare what is not comparable, and say so.')]=False,
     threshold:Annotated[Optional[share], typer.Option(parser=share, metavar='SHARE', help='A difference up to this does not matter.', show_default='1%')]=None,
-    fail_above:Annotated[Optional[share], typer.Option(parser=share, metavar='SHARE', help='Exit 1 if B is shown to be slower by more than this, in any phase.')]=None,
+    fail_above:Annotated[Optional[share], typer.Option(parser=share, metavar='SHARE', help='Exit 1 if B is shown to be slower by more than this, in any phase of 1% of the fit or more.')]=None,
     paired:Annotated[Optional[bool], typer.Option('--paired/--not-paired', help='Runs of A and B are pairs.', show_default='if they took turns')]=None,
     out:Out=Path(FOLDER),
     markdown:Annotated[bool, typer.Option('--markdown', help='Print a Markdown table.')]=False,
