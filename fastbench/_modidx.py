@@ -724,6 +724,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastbench.environment._cgroup_files': ( 'environment.html#_cgroup_files',
                                                                                 'fastbench/environment.py'),
                                        'fastbench.environment._cuda': ('environment.html#_cuda', 'fastbench/environment.py'),
+                                       'fastbench.environment._fp32': ('environment.html#_fp32', 'fastbench/environment.py'),
                                        'fastbench.environment._handle': ('environment.html#_handle', 'fastbench/environment.py'),
                                        'fastbench.environment._known': ('environment.html#_known', 'fastbench/environment.py'),
                                        'fastbench.environment._nvml': ('environment.html#_nvml', 'fastbench/environment.py'),

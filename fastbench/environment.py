@@ -128,13 +128,19 @@ def commits(
     return _known(fastbench=git_state(home) if (home/'.git').exists() else None, folder=git_state('.'))
 
 # %% ../nbs/02_environment.ipynb #6a68a603
+def _fp32(backends):
+    "What fp32 matrix products and convolutions are computed in: where a GPU can, PyTorch lets convolutions be tf32"
+    try: return dict(matmul=backends.cuda.matmul.fp32_precision, conv=backends.cudnn.conv.fp32_precision)
+    except AttributeError: return {k: 'tf32' if o.allow_tf32 else 'ieee' for k,o in dict(matmul=backends.cuda.matmul, conv=backends.cudnn).items()} # torch before 2.9
+
 def torch_state(
-    )->dict|None: # threads, interop_threads, cpu_capability, cuda, hip, cudnn: as torch says; None if nobody has imported it
+    )->dict|None: # threads, interop_threads, cpu_capability, cuda, hip; in use: cudnn, fp32. As torch says; None if nobody has imported it
     "How the torch that is already loaded is set up"
     if not (torch := sys.modules.get('torch')) or not hasattr(torch, 'version'): return None
+    gpu = torch.version.cuda and torch.cuda.is_initialized()
     return _known(threads=torch.get_num_threads(), interop_threads=torch.get_num_interop_threads(), cuda=torch.version.cuda,
         cpu_capability=torch.backends.cpu.get_cpu_capability(), hip=torch.version.hip,
-        cudnn=torch.backends.cudnn.version() if torch.version.cuda and torch.cuda.is_initialized() else None)
+        cudnn=torch.backends.cudnn.version() if gpu else None, fp32=_fp32(torch.backends) if gpu else None)
 
 # %% ../nbs/02_environment.ipynb #54aedca8
 def environment(env=os.environ # Environment variables to choose from

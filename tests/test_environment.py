@@ -121,3 +121,14 @@ def test_nvml_is_started_once_a_process():
     e._nvml_of.cache_clear()
     e._nvml(), e._nvml(), e._nvml_of(os.getpid() + 1)
     assert e._nvml_of.cache_info().misses == 2
+
+
+def test_what_fp32_is_on_a_gpu(monkeypatch):
+    import torch
+    assert 'fp32' not in e.torch_state() or torch.cuda.is_initialized()
+    monkeypatch.setattr(torch.version, 'cuda', '13.0')
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: 91000)
+    assert e.torch_state()['fp32'] == dict(matmul=torch.backends.cuda.matmul.fp32_precision, conv=torch.backends.cudnn.conv.fp32_precision)
+    older = NS(cuda=NS(matmul=NS(allow_tf32=False)), cudnn=NS(allow_tf32=True))
+    assert e._fp32(older) == dict(matmul='ieee', conv='tf32')
