@@ -76,7 +76,7 @@ def field(text): # text: what follows --set
     from ast import literal_eval
     name,eq,value = text.partition('=')
     if not eq or not name.strip(): raise UserError(f"--set {text!r} cannot be: write --set FIELD=VALUE, such as --set arch=xresnet34 (fastbench show RECIPE lists the fields)")
-    try: return name.strip(),literal_eval(value)
+    try: return name.strip(),literal_eval({'true': 'True', 'false': 'False'}.get(value, value))
     except (ValueError, SyntaxError): return name.strip(),value
 
 # %% ../nbs/50_terminal.ipynb #e039070e

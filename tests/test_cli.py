@@ -324,3 +324,9 @@ def test_ctrl_c_in_a_terminal(tmp_path):
     assert p.returncode == 130 and run.status == 'interrupted' and run.profile['steps']['train']['n'] > 0 and 'Traceback' not in seen
     assert run.path in seen.replace('\r\n', '') and 'interrupted: stopped by its user' in out and f'kept in {run.path}' in out
     assert below and not psutil.wait_procs(below, timeout=LIMIT)[1]
+
+
+@pytest.mark.parametrize('said,value', [('true', True), ('True', True), ('false', False), ('None', None), ('.5', .5), ('xresnet34', 'xresnet34'), ('TRUE', 'TRUE')])
+def test_a_value_of_set(said, value):
+    from fastbench.terminal import field
+    assert field(f'x={said}') == ('x', value)
