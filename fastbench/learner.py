@@ -19,6 +19,7 @@ from fastai.torch_core import set_seed
 
 from .callback.amp import check_precision
 from .callback.ema import EMACallback
+from .callback.keepmemory import KeepMemory, check_malloc
 from .callback.tta import FlipTTA
 from .muon import muon
 from .optimizer import torch_opt
@@ -104,6 +105,7 @@ def _model(r, dls, offline):
 def _switch_on(learn, r, precision):
     if r.channels_last: learn.to_channelslast()
     if r.compile: learn.compile()
+    if r.keep_memory: learn.add_cb(KeepMemory())
     if r.ema is not None: learn.add_cb(EMACallback(r.ema))
     if r.tta: learn.add_cb(FlipTTA())
     if r.best: keep_best(learn)
@@ -122,6 +124,7 @@ def bench_learner(recipe:str|Recipe, # A recipe or its name
     device = find_device(device)
     precision = precision_on(r.precision, device)
     check_precision(precision.rpartition('-')[2], device)
+    if r.keep_memory: check_malloc(device)
     _refuse_mixtures(r)
     with seeded(r.seed):
         dls = _dls(r, 1 if r.bs == 'largest' else r.bs, device, offline)

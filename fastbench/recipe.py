@@ -82,6 +82,7 @@ class Recipe:
                         'precision asked for; mixed and half: fp16 on a GPU, bf16 elsewhere', default='fp32')
     channels_last: bool = _f(_yes_no(), 'channels-last memory format', default=False)
     compile: bool = _f(_yes_no(), 'torch.compile', default=False)
+    keep_memory: bool = _f(_yes_no(), 'freed memory stays with the process between batches (CPU)', default=False)
     norm: int|None = _f(_maybe(_whole(2)), 'samples in a ghost batch of batch norm (small); None: the whole batch', default=None)
     whiten: bool = _f(_yes_no(), 'first convolution whitens the patches of the data (small)', default=False)
     ema: float|None = _f(_maybe(_real(0, 1)), 'decay of averaged weights; None: not averaged', default=None)
