@@ -131,6 +131,9 @@ print(faults(), faults(KeepMemory()))
 def test_the_system_counts_far_fewer_page_faults():
     try: check_malloc()
     except UserError as e: pytest.skip(str(e))
-    got = subprocess.run([sys.executable, '-W', 'ignore', '-c', FAULTS], capture_output=True, text=True, check=True)
-    without, kept = map(int, got.stdout.split()[-2:])
-    assert kept < without/3, (without, kept)
+    counts = []
+    for _ in range(3):  # not in every process: see the lesson
+        got = subprocess.run([sys.executable, '-W', 'ignore', '-c', FAULTS], capture_output=True, text=True, check=True)
+        counts.append(tuple(map(int, got.stdout.split()[-2:])))
+        if counts[-1][1] < counts[-1][0]/3: return
+    pytest.fail(f'page faults without and with it: {counts}')
