@@ -494,3 +494,9 @@ def test_the_workflow_for_pull_requests_is_one():
     try: import bootstrap
     finally: sys.path.remove(str(ROOT))
     for o in re.findall(r'bootstrap.py (\w+)', text): assert o in bootstrap.COMMANDS
+
+
+def test_no_placeholder_is_left():
+    "A fence or a paragraph that is one word in capitals"
+    left = [(o.name, m[0]) for o in NOTEBOOKS for c in json.loads(o.read_text(encoding='utf-8'))['cells'] if c['cell_type'] == 'markdown' for m in re.finditer(r'^(?!NVIDIA$)[A-Z_]{4,}$', ''.join(c['source']), re.M)]
+    assert left == []
