@@ -34,10 +34,10 @@ def default_name(value # Of a parameter
     text = getattr(value, '__name__', None) or (f'{type(value).__name__}()' if type(value).__module__ not in ('builtins', 'pathlib') and not isinstance(value, (str, tuple)) else repr(value))
     return text if len(text) < 60 else '...'
 
-def made_anew(cls # A class
+def made_anew(kind # A class
     )->dict: # Field -> value
     "Defaults of a dataclass that each instance gets one of its own of"
-    return {o.name: o.default_factory() for o in fields(cls) if o.default_factory is not MISSING} if is_dataclass(cls) else {}
+    return {o.name: o.default_factory() for o in fields(kind) if o.default_factory is not MISSING} if is_dataclass(kind) else {}
 
 # %% ../nbs/61_showdoc.ipynb #71a0021c
 def plain_function(o # Property, method or function
