@@ -7,9 +7,8 @@ AHEAD = re.compile(r'^<p>source</p> |(?<=<code>)class ')  # what stands before t
 
 
 def entry(o):
-    "An entry whose text begins with the name that it is about"
-    while o['title'].startswith('<code>') and (text := AHEAD.sub('', o['text'])) != o['text']: o = o | dict(text=text)
-    return o
+    "The entry of a name, its text beginning with it"
+    return o | dict(text=AHEAD.sub('', o['text']))
 
 
 def is_name(o): return o['title'].startswith('<code>') and NAME.fullmatch(o['location'])
