@@ -76,6 +76,13 @@ def test_a_validation_inside_and_taken_off_in_mid_fit(libc):
     assert libc == (ON + OFF)*2
 
 
+def test_off_also_where_it_would_be_refused_by_now(libc, monkeypatch):
+    class Preloads(Callback):
+        def after_batch(self): monkeypatch.setenv('LD_PRELOAD', 'libtcmalloc.so')
+    fit(make(KeepMemory(), Preloads()))
+    assert libc == ON + OFF
+
+
 def test_refused_where_it_does_nothing(libc, monkeypatch):
     with pytest.raises(UserError, match='no effect on cuda'): check_malloc('cuda:1')
     with pytest.raises(UserError, match='no effect on mps'): check_malloc(torch.device('mps'))

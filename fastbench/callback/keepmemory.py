@@ -7,10 +7,10 @@ __all__ = ['check_malloc', 'KeepMemory']
 
 # %% ../../nbs/12_callback.keepmemory.ipynb #d806dfe0
 import ctypes, os, sys
-from pathlib import Path
 
 from .device import train_device
 from .ending import DuringFit
+from ..environment import variables
 from ..recipe import UserError
 
 # %% ../../nbs/12_callback.keepmemory.ipynb #50015966
@@ -21,7 +21,7 @@ def check_malloc(device='cpu', # Where the training is
     if kind != 'cpu': raise UserError(f'keep_memory has no effect on {kind}: PyTorch keeps the memory of such a device itself; leave it out')
     lib = ctypes.CDLL(None) if sys.platform.startswith('linux') else None
     if not hasattr(lib, 'gnu_get_libc_version'): raise UserError("keep_memory is for Linux with glibc, and this is another C library; leave it out")
-    other = next((Path(o).name for o in os.environ.get('LD_PRELOAD', '').replace(':', ' ').split() if 'malloc' in Path(o).name), None)
+    other = next((o for o in variables().get('LD_PRELOAD', '').split() if 'malloc' in o), None)
     if other: raise UserError(f"keep_memory has no effect: {other} is preloaded and allocates instead of glibc; leave it out, or LD_PRELOAD")
     mine = next((k for k in ('GLIBC_TUNABLES', 'MALLOC_MMAP_THRESHOLD_', 'MALLOC_TRIM_THRESHOLD_') if k in os.environ and 'threshold' in f'{k}{os.environ[k]}'.lower()), None)
     if mine: raise UserError(f'keep_memory has no effect: {mine} sets the thresholds of this process already; leave one of the two out')
@@ -42,5 +42,5 @@ class KeepMemory(DuringFit):
         if self not in _on: return
         _on.remove(self)
         if _on: return
-        lib = check_malloc()
+        lib = ctypes.CDLL(None)
         lib.mallopt(_MMAP, 32*2**20), lib.mallopt(_TRIM, 64*2**20), lib.malloc_trim(0)
