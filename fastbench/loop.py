@@ -6,6 +6,8 @@
 __all__ = ['FastLoop', 'SmoothLoss', 'LeanLoss', 'LeanMetric', 'LeanRecorder', 'LeanProgress', 'LeanTrainEval', 'LeanCast']
 
 # %% ../nbs/14_loop.ipynb #aa607d21
+from operator import attrgetter
+
 import torch
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
                                   CancelTrainException, CancelValidException, TrainEvalCallback, _inner_loop)
@@ -24,20 +26,22 @@ from .callback.stamps import FIRST, LAST
 _gated = frozenset(_inner_loop)  # the events that `run_train` and `run_valid` switch
 _events = _gated | {'after_cancel_step'}  # the events of a batch
 
+_order = attrgetter('order')
 def _whole(cb): return type(cb).__call__ is not Callback.__call__ or hasattr(type(cb), 'training') or 'training' in vars(cb)
 
 class _Listeners(dict):
-    "Event of a batch -> the callbacks that listen, in order, each with whether it is to be called as a whole"
+    "Event of a batch -> the callbacks that listen, in order, each with whether it is to be called as a whole; the marks of its edges"
     def __init__(self, learn):
-        self.cbs,self.orders,self.sizes = list(learn.cbs),[o.order for o in learn.cbs],[len(vars(o)) for o in learn.cbs]
+        self.cbs,self.orders,self.sizes = list(learn.cbs),[*map(_order, learn.cbs)],[len(vars(o)) for o in learn.cbs]
         cbs = [(cb, _whole(cb)) for cb in learn.cbs.sorted('order') if not getattr(type(cb), 'by_stamps', False)]
         for name in _events:
             shared = hasattr(learn, name)  # of the Learner or the model: every callback passes it for its own
-            self[name] = [(cb, whole) for cb,whole in cbs if whole or shared or hasattr(type(cb), name) or name in vars(cb)]
+            own = [(cb, whole) for cb,whole in cbs if whole or shared or hasattr(type(cb), name) or name in vars(cb)]
+            self[name] = own,FIRST[name],LAST[name]
 
     def hold(self, learn):
         cbs = learn.cbs.items
-        return self.cbs == cbs and self.orders == [o.order for o in cbs]
+        return self.cbs == cbs and self.orders == [*map(_order, cbs)]
 
     def quiet(self): # No callback got an attribute, which could be a method?
         return self.sizes == [len(vars(o)) for o in self.cbs]
@@ -63,13 +67,17 @@ class FastLoop(Learner):
 
     def __call__(self, event_name):
         if event_name.__class__ is not str or event_name not in _events: return self._outside(event_name)
-        listeners = (self._listeners or self._look())[event_name]
-        stamp = self._stamp
+        listeners,first,last = (self._listeners or self._look())[event_name]
+        if self._stamp is None:
+            if listeners: self._tell(event_name, listeners)
+            return
+        mark,time,clock = self._stamp
         if listeners:
-            if stamp is not None: stamp(FIRST[event_name])
+            mark(first)
+            time(clock())
             self._tell(event_name, listeners)
-            self._check()
-        if stamp is not None: stamp(LAST[event_name])
+        mark(last)
+        time(clock())
 
     def _outside(self, event_name):
         super().__call__(event_name)
@@ -93,6 +101,7 @@ class FastLoop(Learner):
                 except Exception as e:
                     why = e.args[0] if e.args else type(e).__name__
                     raise modify_exception(e, f'Exception occured in `{type(cb).__name__}` when calling event `{event_name}`:\n\t{why}', replace=True)
+        self._check()
 
     def add_cb(self, cb):
         self._listeners = {}

@@ -6,7 +6,8 @@
 __all__ = ['life_peak', 'PeakMemory']
 
 # %% ../nbs/05_memory.ipynb #03f50dbf
-import sys
+import os, sys
+from functools import lru_cache
 from threading import Event, Thread
 
 import psutil
@@ -27,17 +28,18 @@ def _forget():
         return _record() > 0
     except (OSError, StopIteration): return False
 
+_process = lru_cache(1)(psutil.Process)  # made once a process: it reads half a dozen files
+
 class PeakMemory:
     "Watches memory from `start` to `stop`"
     def __init__(self, device=None, # A torch device; its allocator is asked if it is CUDA
                  afresh=False, # Forget the record of the host first
-        ): self.cuda,self.process,self.afresh = getattr(device, 'type', None) == 'cuda' and device,psutil.Process(),afresh
+        ): self.cuda,self.process,self.afresh = getattr(device, 'type', None) == 'cuda' and device,_process(os.getpid()),afresh
 
     def start(self):
         "The fit begins"
         self.fresh,self.done = self.afresh and _forget(),Event()
         self.before,self.seen = 0 if self.fresh else life_peak(),0
-        self.sample()
         if self.afresh and not self.fresh: Thread(target=self._look, daemon=True).start()
         if self.cuda:
             import torch

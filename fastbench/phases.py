@@ -54,6 +54,16 @@ class Log:
         self.n += 1
         if len(self.fresh) >= self._full: self._fold()
 
+    def add_all(self, rows # A matrix of floats, a row a step
+        ):
+        "Append many rows"
+        while len(rows):
+            free = -((len(self.fresh) - self._full)//len(self.columns))
+            self.fresh.frombytes(rows[:free].tobytes())
+            self.n += len(rows[:free])
+            rows = rows[free:]
+            if len(self.fresh) >= self._full: self._fold()
+
     def __len__(self): return self.n
     def _column(self, data, c): return data[self.columns.index(c)::len(self.columns)]
 

@@ -1,5 +1,6 @@
 "The profiler on every kind of fit, however it ends: what it says, and what it leaves behind."
 import json
+import random
 from contextlib import suppress
 
 import pandas as pd
@@ -20,7 +21,8 @@ from torch.utils.data import DataLoader as TorchDataLoader, TensorDataset
 import fastbench.callback.profiler as profiler_module
 from fastbench.callback.profiler import Profiler
 from fastbench.callback.device import DeviceClock
-from fastbench.callback.stamps import DRAW, EVENTS, FIRST, ManualClock, Stopwatch, TimedLoader
+from fastbench.callback.stamps import DRAW, DRAWN, END, EVENTS, FIRST, LAST, ManualClock, Stopwatch
+from fastbench.callback.timed import TimedLoader
 from fastbench.loop import FastLoop
 from fastbench.phases import TRAIN, VALID, rows
 
@@ -686,3 +688,43 @@ def test_compilation_that_fails_leaves_no_hook():
     assert value(learn.profiler.results, 'train', 'compile', 'total') == 50
     assert not torch._dynamo.callback.callback_handler.start_callbacks
     torch._dynamo.reset()
+
+
+# the tape of a hot loop
+
+def plain(kind):
+    "The marks of a batch by what happened in it"
+    events = {'whole': ['before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step', 'after_step', 'after_batch'],
+              'no step': ['before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step', 'after_cancel_step', 'after_step', 'after_batch'],
+              'cancelled': ['before_batch', 'after_cancel_batch', 'after_batch'], 'cut off': ['before_batch', 'after_pred']}[kind]
+    return [DRAWN, *(m for e in events for m in ((FIRST[e], LAST[e]) if e in ('before_batch', 'after_batch', 'after_cancel_step') else (LAST[e],))), DRAW]
+
+
+@pytest.mark.parametrize('odd', [[], ['no step', 'cancelled'], ['cut off'], ['no step', 'cut off', 'cut off', 'cancelled']], ids=lambda o: '+'.join(o) or 'plain')
+@pytest.mark.parametrize('n,every', [(300, 1000), (300, 100), (40, 1000), (300, 7), (1, 1), (66, 66)])
+def test_tape(n, every, odd):
+    "What is credited from the tape is what marks would have credited, to the last bit, however often it is replayed"
+    from fastbench.phases import Profile, to_dict
+    class Random:
+        def __init__(self): self.now,self.rng = 0.,random.Random(1)
+        def __call__(self):
+            self.now += self.rng.random()
+            return self.now
+    def run(taped):
+        rng,w = random.Random(n),Stopwatch(Profile(128), Random())
+        w.open()
+        w.mark(FIRST['before_train'])
+        w.mark(DRAW)
+        mark,time,now,count = w.tape() if taped else (w.mark,len,str,w._count)
+        for i in range(n):
+            for j,m in enumerate(plain(rng.choice(odd) if odd and i % 50 == 20 else 'whole')):
+                mark(m)
+                time(now())
+                if not j: count((rng.randrange(9), rng.randrange(5), rng.randrange(7)))
+            if taped and not i % every: w.replay()
+        w.mark(END)
+        w.close()
+        assert not w.taped and not w.counts
+        return to_dict(w.profile)
+    a,b = run(True),run(False)
+    assert a == b and a['steps']['train']['n'] > .8*n

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastbench.run as module
-from fastbench.callback.stamps import TimedLoader
+from fastbench.callback.timed import TimedLoader
 from fastbench.phases import LEAVES, from_dict
 from fastbench.recipe import UserError, get_recipe, recipes
 from fastbench.record import from_json, plain

@@ -11,7 +11,7 @@ from fastai.data.core import DataLoaders
 import fastbench.batch_size, fastbench.callback.profiler  # noqa: F401, E401
 from fastbench.batch_size import _rows
 from fastbench.callback.ema import EMACallback
-from fastbench.callback.stamps import batch_size
+from fastbench.callback.timed import batch_size
 from fastbench.text.data import hf_dls
 from fastbench.text.learner import HFLearner, hf_learner
 from fastbench.text.qa import QuestionAnswering

@@ -17,7 +17,8 @@ from fastcore.basics import patch
 
 from .ending import forget, when_cut
 from .device import DeviceClock, train_device
-from .stamps import COMPILE, FIRST, LAST, Stopwatch, TimedLoader, UNSCALE, UNSCALED
+from .stamps import COMPILE, FIRST, LAST, Stopwatch, UNSCALE, UNSCALED
+from .timed import TimedLoader
 from .trace import Trace
 from ..memory import PeakMemory
 from ..flops import count_flops, matmul_peak
@@ -77,7 +78,7 @@ class Profiler(Callback):
     @_live.setter
     def _live(self, v):
         self._clock = self.watch.mark if v else None
-        if hasattr(type(self._learn), '_stamp'): self._learn._stamp = self.watch.tape() if v else None  # a FastLoop
+        if hasattr(type(self._learn), '_stamp'): self._learn._stamp = self.watch.tape()[:3] if v else None  # a FastLoop
 
     def __call__(self, event_name):
         if self._clock and event_name not in _rare: self._clock(FIRST[event_name])
@@ -149,8 +150,9 @@ def _begin(self:Profiler):
     w.device = _device_clock(device)
     w.watchers = tuple(o for o in (w.device, self._trace) if o is not None)
     w.compiled,self._nested,self._validation = _Compiling(w),None,learn.lock.locked()
-    self._memory,w.looking,w.look = PeakMemory(device).start(),self._sample,0.
+    self._memory,w.looking = PeakMemory(device).start(),self._sample
     w.open()
+    w.look = w.t + 1
     w.compiled()
     self._live = True
     if not self._validation: self._arm()

@@ -4,18 +4,17 @@
 
 # %% auto #0
 __all__ = ['EVENTS', 'FIRST', 'LAST', 'ITER', 'DRAW', 'STARTED', 'DRAWN', 'END', 'CLOSE', 'UNSCALE', 'UNSCALED', 'COMPILE',
-           'N_MARKS', 'COUNT', 'AFTER', 'COLUMN', 'Stopwatch', 'ManualClock', 'batch_size', 'TimedLoader',
-           'first_batch']
+           'N_MARKS', 'AFTER', 'COLUMN', 'Stopwatch', 'ManualClock']
 
 # %% ../../nbs/08_callback.stamps.ipynb #efd9512c
-import multiprocessing
-from collections.abc import Mapping
+from array import array
+from itertools import islice
 from math import inf
 from time import perf_counter
 
+import numpy as np
 from fastai.callback.core import event
-from fastai.data.load import DataLoader
-from fastcore.basics import patch
+from fastcore.basics import noop, patch
 from ..phases import HEAD, LEAVES, Profile
 
 # %% ../../nbs/08_callback.stamps.ipynb #91223fcc
@@ -24,7 +23,6 @@ FIRST = {o: 2*i for i,o in enumerate(EVENTS)}
 LAST = {o: 2*i+1 for i,o in enumerate(EVENTS)}
 ITER,DRAW,STARTED,DRAWN,END,CLOSE,UNSCALE,UNSCALED,COMPILE = range(2*len(EVENTS), 2*len(EVENTS)+9)
 N_MARKS = COMPILE+1
-COUNT = -1  # on the tape: no mark, but how many samples and tokens were drawn
 
 # %% ../../nbs/08_callback.stamps.ipynb #700bc51a
 AFTER = {LAST['before_batch']: 'forward', LAST['after_pred']: 'loss', LAST['before_backward']: 'backward', LAST['before_step']: 'opt_step',
@@ -47,7 +45,7 @@ class Stopwatch:
         clock=perf_counter, # Seconds, monotonic
     ):
         self.profile,self.clock,self.running = profile or Profile(),clock,False
-        self.watchers,self.device,self.compiled,self.taped,self.due = (),None,lambda: 0,[],0.
+        self.watchers,self.device,self.compiled,self.counts,self.taped,self.due = (),None,lambda: 0,[],array('d'),0.
         self.look,self.looking = inf,None  # called at the first step after `look`
         self.turns = [None]*N_MARKS
         def on(f, *marks):
@@ -74,29 +72,52 @@ class Stopwatch:
         turn = self.turns[m]
         if turn is not None: turn()
 
-    def tape(self): # What to call with a mark within a batch
-        "`mark` for a hot loop: the clock is read now, the arithmetic follows at the next `mark`, or a few times a second"
-        if self.watchers: return self.mark  # they want to know at once
-        clock,add = self.clock,self.taped.append
-        def stamp(m): add((m, clock()))
-        return stamp
+# %% ../../nbs/08_callback.stamps.ipynb #4ef66ae8
+@patch
+def tape(self:Stopwatch): # What to call with a mark, what with the time, what tells the time, and what to call with a `batch_size`
+    "`mark` for a hot loop, `mark(m); time(clock())`: the arithmetic follows at the next `mark` of the watch, or a few times a second"
+    if self.watchers: return self.mark,noop,noop,self._count  # they want to know at once
+    return self.taped.append,self.taped.append,self.clock,self.counts.append
 
-    def replay(self):
-        "Credit what is on the tape"
-        taped,turns = self.taped[:],self.turns
-        self.taped.clear()
-        row,column,last,t = self.row,self.column,self.last,self.t
-        for m,now in taped:
-            if m == COUNT:
-                self.samples,self.tokens,self.slots = now
-                continue
-            row[column[last]] += now - t
-            last,t = m,now
-            if turns[m] is not None:
-                self.last,self.t = last,t
-                turns[m]()
-                row = self.row
-        self.last,self.t,self.due = last,t,t + .25
+@patch
+def _count(self:Stopwatch, size): self.samples,self.tokens,self.slots = size
+
+@patch
+def replay(self:Stopwatch):
+    "Credit what is on the tape"
+    marks,times,counts = array('B', map(int, self.taped[::2])),self.taped[1::2],iter(self.counts[:])
+    del self.taped[:],self.counts[:]
+    begun = 0
+    if (n := marks.count(DRAW)) > 64:  # below that numpy costs more than it saves
+        begun,end = marks.index(DRAW)+1,len(marks)-marks[::-1].index(DRAW)
+        self._credit(marks[:begun], times[:begun], counts)
+        if self._credit_steps(n-1, np.array(marks[begun-1:end]), np.array(times[begun-1:end]), counts): begun = end
+    self._credit(marks[begun:], times[begun:], counts)
+    self.due = self.t + .25
+
+@patch
+def _credit(self:Stopwatch, marks, times, counts):
+    "Mark by mark"
+    turns = self.turns
+    for m,t in zip(marks, times):
+        self.row[self.column[self.last]] += t - self.t
+        self.last,self.t = m,t
+        if m == DRAWN: self._count(next(counts, (0, 0, 0)))
+        elif turns[m] is not None: turns[m]()
+
+@patch
+def _credit_steps(self:Stopwatch, n, marks, times, counts): # False: not all of them are plain, and nothing was credited
+    "All at once: `n` complete steps, from one draw to the last"
+    begins,marks,width = np.flatnonzero(marks == DRAW),marks[:-1],len(self.row)
+    step = np.repeat(np.arange(n), np.diff(begins))
+    def each(m): return np.bincount(step[marks == m], minlength=n)
+    if self.phase in self.cold or self.compiled() != self.graphs or (each(DRAWN) != 1).any() or not each(LAST['after_batch']).all(): return False
+    rows = np.bincount(step*width + np.array(self.column)[marks], np.diff(times), n*width).reshape(n, width)
+    rows[:,[1,2,4]],rows[:,3] = np.array([*islice(counts, n)], dtype=float),np.diff(times[begins])
+    self.profile.steps[self.phase].add_all(rows)
+    self.t = times[-1].item()
+    self._open_step()
+    return True
 
 # %% ../../nbs/08_callback.stamps.ipynb #579a2972
 @patch
@@ -106,7 +127,7 @@ def open(self:Stopwatch):
     self.running,self.in_step,self.done = True,False,False
     self.cold = {'train', 'valid'}  # phases whose next step is a warm-up
     self.t,self.last = self.clock(),FIRST['before_fit']
-    self.since = dict(fit=self.t)
+    self.since,self.due = dict(fit=self.t),self.t + .25
     self._enter('between')
 
 @patch
@@ -190,6 +211,10 @@ def resume(self:Stopwatch):
 @patch
 def _begin_step(self:Stopwatch):
     self._end_step()
+    self._open_step()
+
+@patch
+def _open_step(self:Stopwatch):
     self.in_step,self.done,self.samples,self.tokens,self.slots,self.began = True,False,0,0,0,self.t
     if self.t > self.look: self.looking()
 
@@ -223,89 +248,3 @@ class ManualClock:
         ):
         "Move on"
         self.now += seconds
-
-# %% ../../nbs/08_callback.stamps.ipynb #c669cc35
-def _later(n): return int(n) if n.device.type == 'cpu' else n.to('cpu', non_blocking=True)
-
-def batch_size(b # A batch: tensors in tuples, lists and dicts
-    )->tuple: # samples, tokens, tokens with padding (0 where the batch does not say; a tensor still on its way where it is on a device)
-    "How many samples and tokens `b` holds"
-    while True:
-        if isinstance(b, Mapping):
-            mask = b.get('attention_mask')
-            if mask is not None: return len(mask), _later(mask.sum()), mask.numel()
-            if (ends := b.get('cu_seq_lens')) is not None: return (len(ends)-1, *[b['input_ids'].numel()]*2)
-            b = next(iter(b.values()), None)
-        elif isinstance(b, (tuple, list)): b = b[0] if len(b) else None
-        else: break
-    shape = getattr(b, 'shape', None)
-    return (shape[0] if shape else 1 if b is not None else 0), 0, 0
-
-# %% ../../nbs/08_callback.stamps.ipynb #369d51e8
-class TimedLoader:
-    "Iterates over `dl` with a mark at each station"
-    def __init__(self, dl, # Any iterable of batches with a length
-                 watch:Stopwatch, # Gets the marks
-                 began=None, # Called without arguments once the loop has begun
-                 first=None, # Called with the first batch
-        ): self.dl,self.watch,self.began,self.first = dl,watch,began or (lambda: None),first
-
-    def __len__(self):
-        try: return len(self.dl)
-        except BaseException:
-            self.began()
-            raise
-
-    def __iter__(self):
-        self.began()
-        return self._batches()
-
-    def _batches(self):
-        watch,taped,it = self.watch,self.watch.taped,None
-        stamp = watch.tape()
-        try:
-            watch.mark(ITER)
-            it = iter(self.dl)
-            get = first_batch
-            watch.mark(DRAW)
-            while True:
-                try: b = get(it, self.dl, watch)
-                except StopIteration:
-                    watch.replay()
-                    watch.last = END  # this was no draw: the loader found its end and joined its workers
-                    return
-                stamp(DRAWN)
-                taped.append((COUNT, batch_size(b)))
-                if self.first is not None and get is first_batch: self.first(b)
-                yield b
-                get = _next_batch
-                stamp(DRAW)
-                if taped and taped[-1][1] > watch.due: watch.replay()
-        finally: watch.mark(END if watch.last == END else CLOSE)
-
-def _next_batch(it, dl, watch): return next(it)
-
-# %% ../../nbs/08_callback.stamps.ipynb #f75d7cf7
-class _FirstIndex:
-    "fastai's endless sampler, with a mark at the first index asked for"
-    def __init__(self, watch, indices): self.watch,self.indices,self.seen = watch,indices,False
-    def __iter__(self): return self
-    def __next__(self):
-        if not self.seen:
-            self.seen = True
-            self.watch.mark(STARTED)
-        return next(self.indices)
-
-def first_batch(it, # Iterator over `dl`
-                dl, # The loader
-                watch:Stopwatch, # Gets the mark `STARTED` where it can be told apart
-    ): # The first batch
-    "`next(it)`, the start of workers told apart from the wait for the batch"
-    fake = getattr(dl, 'fake_l', None)
-    if not isinstance(dl, DataLoader) or not fake.num_workers or multiprocessing.get_start_method(True) not in (None, 'fork'): return next(it)
-    watch.last = ITER
-    fake._index_sampler = _FirstIndex(watch, iter(fake._index_sampler))
-    try: return next(it)
-    finally:
-        del fake._index_sampler
-        if watch.last == ITER: watch.mark(STARTED)
