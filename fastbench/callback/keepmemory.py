@@ -28,7 +28,7 @@ def check_malloc(device='cpu', # Where the training is
     return lib
 
 # %% ../../nbs/12_callback.keepmemory.ipynb #1de33216
-_TRIM,_MMAP = -1,-3  # of malloc.h
+_TRIM,_PAD,_MMAP = -1,-2,-3  # of malloc.h
 _on = []  # who keeps memory now
 
 class KeepMemory(DuringFit):
@@ -36,11 +36,11 @@ class KeepMemory(DuringFit):
     def switch_on(self):
         lib = check_malloc(train_device(self.learn))
         _on.append(self)
-        lib.mallopt(_MMAP, 2**31-1), lib.mallopt(_TRIM, -1)  # no block below 2 GiB by itself, nothing given back
+        lib.mallopt(_MMAP, 2**31-1), lib.mallopt(_TRIM, -1), lib.mallopt(_PAD, 64*2**20)  # no block below 2 GiB by itself, nothing given back
 
     def switch_off(self):
         if self not in _on: return
         _on.remove(self)
         if _on: return
         lib = ctypes.CDLL(None)
-        lib.mallopt(_MMAP, 32*2**20), lib.mallopt(_TRIM, 64*2**20), lib.malloc_trim(0)
+        lib.mallopt(_MMAP, 32*2**20), lib.mallopt(_TRIM, 64*2**20), lib.mallopt(_PAD, 128*2**10), lib.malloc_trim(0)
