@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile', 'EMACallback', 'HalfPrecision', 'KeepMemory',
-           'FirstBatches', 'Profiler', 'TimeToAccuracy', 'FlipTTA', 'Climb', 'ladder', 'bench_learner', 'muon',
-           'foreach_adam', 'foreach_adamw', 'foreach_sgd', 'fused_adam', 'fused_adamw', 'fused_sgd', 'Ladder', 'Recipe',
-           'Rung', 'UserError', 'but', 'get_ladder', 'get_recipe', 'ladders', 'recipes', 'register', 'register_ladder',
-           'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs', 'steps', 'export', 'save', 'Table',
-           'BenchLearner', 'augmented', 'vision_dls', 'timm_learner', 'xresnet_learner', 'torchvision_learner',
-           'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner', 'load_hf_learner', 'TextDL', 'lm_dls',
-           'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter', 'layer_decay',
-           'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'doctor', 'report', 'suite', 'Energy',
-           'LogPhases']
+           'OneDNNLinear', 'FirstBatches', 'Profiler', 'TimeToAccuracy', 'FlipTTA', 'Climb', 'ladder', 'bench_learner',
+           'muon', 'foreach_adam', 'foreach_adamw', 'foreach_sgd', 'fused_adam', 'fused_adamw', 'fused_sgd', 'Ladder',
+           'Recipe', 'Rung', 'UserError', 'but', 'get_ladder', 'get_recipe', 'ladders', 'recipes', 'register',
+           'register_ladder', 'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs', 'steps',
+           'export', 'save', 'Table', 'BenchLearner', 'augmented', 'vision_dls', 'timm_learner', 'xresnet_learner',
+           'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner',
+           'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer',
+           'train_tokenizer', 'hf_splitter', 'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare',
+           'compare_times', 'doctor', 'report', 'suite', 'Energy', 'LogPhases']
 
 # %% ../nbs/60_all.ipynb #9a69330d
 from .callback.amp import MixedPrecision
@@ -25,6 +25,7 @@ from .callback.half import HalfPrecision
 from .callback.keepmemory import KeepMemory
 from .callback.limit import FirstBatches
 from .callback.logger import LogPhases
+from .callback.onednn import OneDNNLinear
 from .callback.profiler import Profiler
 from .callback.target import TimeToAccuracy
 from .callback.tta import FlipTTA
@@ -59,7 +60,7 @@ from .vision.resnet import torchvision_learner
 from .vision.small import small_learner, small_net
 
 # %% ../nbs/60_all.ipynb #7abfea7c
-_all_ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile', 'EMACallback', 'HalfPrecision', 'KeepMemory', 'FirstBatches', 'Profiler',
+_all_ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile', 'EMACallback', 'HalfPrecision', 'KeepMemory', 'OneDNNLinear', 'FirstBatches', 'Profiler',
          'TimeToAccuracy', 'FlipTTA', 'Climb', 'ladder', 'bench_learner', 'muon', 'foreach_adam', 'foreach_adamw', 'foreach_sgd', 'fused_adam',
          'fused_adamw', 'fused_sgd', 'Ladder', 'Recipe', 'Rung', 'UserError', 'but', 'get_ladder', 'get_recipe', 'ladders', 'recipes', 'register',
          'register_ladder', 'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs', 'steps', 'export', 'save', 'Table', 'BenchLearner', 'augmented',

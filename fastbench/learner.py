@@ -20,6 +20,7 @@ from fastai.torch_core import set_seed
 from .callback.amp import check_precision
 from .callback.ema import EMACallback
 from .callback.keepmemory import KeepMemory, check_malloc
+from .callback.onednn import OneDNNLinear, check_onednn
 from .callback.tta import FlipTTA
 from .muon import muon
 from .optimizer import torch_opt
@@ -106,6 +107,7 @@ def _switch_on(learn, r, precision):
     if r.channels_last: learn.to_channelslast()
     if r.compile: learn.compile()
     if r.keep_memory: learn.add_cb(KeepMemory())
+    if r.onednn: learn.add_cb(OneDNNLinear())
     if r.ema is not None: learn.add_cb(EMACallback(r.ema))
     if r.tta: learn.add_cb(FlipTTA())
     if r.best: keep_best(learn)
@@ -125,6 +127,7 @@ def bench_learner(recipe:str|Recipe, # A recipe or its name
     precision = precision_on(r.precision, device)
     check_precision(precision.rpartition('-')[2], device)
     if r.keep_memory: check_malloc(device)
+    if r.onednn: check_onednn(device, precision, r.compile)
     _refuse_mixtures(r)
     with seeded(r.seed):
         dls = _dls(r, 1 if r.bs == 'largest' else r.bs, device, offline)

@@ -83,6 +83,7 @@ class Recipe:
     channels_last: bool = _f(_yes_no(), 'channels-last memory format', default=False)
     compile: bool = _f(_yes_no(), 'torch.compile', default=False)
     keep_memory: bool = _f(_yes_no(), 'freed memory stays with the process between batches (CPU)', default=False)
+    onednn: bool = _f(_yes_no(), 'linear layers in fp32 are multiplied by oneDNN instead of MKL (CPU)', default=False)
     norm: int|None = _f(_maybe(_whole(2)), 'samples in a ghost batch of batch norm (small); None: the whole batch', default=None)
     whiten: bool = _f(_yes_no(), 'first convolution whitens the patches of the data (small)', default=False)
     ema: float|None = _f(_maybe(_real(0, 1)), 'decay of averaged weights; None: not averaged', default=None)
