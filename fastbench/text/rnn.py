@@ -21,7 +21,7 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.text.models.core import LinearDecoder
-from fastai.torch_core import num_distrib, rank_distrib
+from fastai.torch_core import num_distrib, rank_distrib, to_detach
 from fastcore.meta import delegates
 from torch import nn
 
@@ -96,6 +96,8 @@ class BPTTLoader(DataLoader):
         own = {k: getattr(self, k) for k in ('tokens', 'bptt', 'ends', 'seed', 'rank', 'world_size', 'device', 'drop_last')}
         kwargs = {k: v for k,v in kwargs.items() if k in own or k == 'get_idxs'}
         return (cls or type(self))(**own | dict(bs=bs or self.bs, shuffle=self.by_doc) | kwargs)
+
+    def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, False)
 
     def order(self): # int64 [words]
         "The corpus of this epoch"

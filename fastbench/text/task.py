@@ -189,6 +189,7 @@ class ShareRight(Metric):
              y, # Targets
         ): # True or False for each that counts
         raise NotImplementedError
+    sums = 'right','n'
     def reset(self): self.right = self.n = 0
     def accumulate(self, learn):
         hits = self.hits(learn.pred, learn.yb[0])
