@@ -4,16 +4,16 @@ from pathlib import Path
 
 warnings.filterwarnings('ignore')
 import torch
-from fastai.callback.core import Callback
-from fastai.data.core import DataLoaders
+from fastai.callback.core import Callback, FetchPredsCallback
+from fastai.data.core import DataLoaders, TfmdDL
 from fastai.learner import AvgMetric, Metric
 from fastai.metrics import F1Score, accuracy, error_rate
 from fastai.torch_core import num_distrib, rank_distrib
+from fastcore.foundation import L
 from torch import nn
 from torch.utils.data import TensorDataset
 from transformers import PreTrainedTokenizerFast
 
-from fastai.data.core import TfmdDL
 from fastbench.text.data import hf_dls
 from fastbench.text.learner import hf_learner
 from fastbench.text.qa import QuestionAnswering
@@ -31,6 +31,7 @@ TINY = dict(pretrained=False, config=dict(num_hidden_layers=1, hidden_dropout_pr
 
 
 class Seen(Callback):
+    remove_on_fetch = True
     def __init__(self, tok): self.tok = tok  # each process has trained its own: numbers may differ, texts do not
     def before_fit(self): self.texts, self.valid = [], []
     def before_batch(self):
@@ -59,7 +60,7 @@ def unseeded(tok):
 
 class Last(Metric):
     "What nobody knows how to add up"
-    def accumulate(self, learn): self.value = learn.loss.item()
+    def accumulate(self, learn): self.value = learn.loss.mean().item()
     value, name = None, 'last'
 
 
@@ -78,9 +79,25 @@ CASES = dict(masked=lambda t: texts(t, 'budget', task='masked-lm'), numbers=lamb
              words=lambda t: rnn_learner(lm_dls((TEXTS*2, TEXTS), bs=2 if num_distrib() else 4, bptt=8, device='cpu'), model_args=dict(n_emb=8, n_hid=8)))
 
 
+FETCHED = ('numbers', 'sorted')  # predictions in the midst of training, too
+
+
 def measured(learn):
     "Loss and metrics of all the validation set"
     with learn.no_bar(), learn.no_logging(): return [float(o) for o in learn.validate()]
+
+
+def predicted(learn):
+    "Predictions and targets of all the validation set as lists, and an error in words; of raw texts, too"
+    def plain(o): return [plain(p) for p in o] if isinstance(o, (tuple, list, L)) else o.tolist() if hasattr(o, 'tolist') else o
+    def get(f):
+        try:
+            with learn.no_bar(): return plain(f())
+        except Exception as e: return f'{type(e).__name__}: {e}'
+    raw = [TEXTS[40], TEXTS[3], TEXTS[20]]
+    res = dict(preds=get(learn.get_preds), more=get(lambda: learn.get_preds(with_loss=True, with_decoded=True)), shuffled=get(lambda: learn.get_preds(dl=learn.dls.valid.new(shuffle=True))))
+    if 'Classification' in type(getattr(learn, 'task', None)).__name__: res |= {k: get(lambda: [o[0] for o in f()]) for k, f in dict(raw=lambda: learn.predict(raw), one=lambda: [learn.predict(raw[0])]).items()}
+    return res
 
 
 def together(folder):
@@ -90,13 +107,15 @@ def together(folder):
         learn = make(tok)
         n, before = len(learn.dls.train), list(learn.dls.loaders)
         learn.to_distributed(cpu=True).add_cb(Seen(tok))
-        learn.recorder.train_metrics = name == 'questions'
+        learn.recorder.train_metrics = name == 'numbers'
+        fetch = FetchPredsCallback(ds_idx=1)
         with warnings.catch_warnings(record=True) as told, learn.no_bar(), learn.no_logging():
             warnings.simplefilter('always')
-            learn.fit(2 if name == 'numbers' else 1, 1e-3)
+            learn.fit(2 if name == 'numbers' else 1, 1e-3, cbs=fetch if name in FETCHED else None)
         w = torch.cat([p.detach().flatten() for p in learn.model.parameters()])
         res[name] = dict(n=n, texts=learn.seen.texts, valid=learn.seen.valid, weights=w.double().sum().item(), back=before == list(learn.dls.loaders), values=list(learn.recorder.values[-1]),
-                         names=list(learn.recorder.metric_names[1:-1]), measured=measured(learn), told=[str(o.message) for o in told])
+                         names=list(learn.recorder.metric_names[1:-1]), measured=measured(learn), predicted=predicted(learn), told=[str(o.message) for o in told])
+        if name in FETCHED: res[name]['fetched'] = [o.tolist() for o in fetch.preds]
         if not rank_distrib(): torch.save(learn.model.state_dict(), Path(folder, f'{name}.pth'))
     Path(folder, f'{rank_distrib()}.json').write_text(json.dumps(res))
     torch.distributed.destroy_process_group()
@@ -107,7 +126,7 @@ def alone(folder):
     for name, make in CASES.items():
         learn = make(tok)
         learn.model.load_state_dict(torch.load(Path(folder, f'{name}.pth')))
-        res[name] = dict(measured=measured(learn))
+        res[name] = dict(measured=measured(learn), predicted=predicted(learn))
     Path(folder, 'alone.json').write_text(json.dumps(res))
 
 

@@ -65,6 +65,8 @@ class TextDL(ShowsTexts, TfmdDL):
 
     @property
     def tokenizer(self): return self.tokens.tokenizer
+    @property
+    def mine(self): return getattr(self, '_order', None) # Numbers of texts in the order in which this rank drew them last
 
     def new(self, dataset=None, cls=None, **kwargs):
         same = dataset is None or dataset is self.dataset
