@@ -2,7 +2,6 @@
 import json, random, sys, warnings
 from pathlib import Path
 
-warnings.filterwarnings('ignore')
 import torch
 from fastai.callback.core import Callback, FetchPredsCallback
 from fastai.data.core import DataLoaders, TfmdDL
@@ -25,7 +24,6 @@ from fastbench.training import BenchLearner
 from fastbench.text.tokens import TokenClassification
 from test_text_data import WORDS
 
-torch.set_num_threads(1)
 TEXTS = [f'{a} {b}' + f' {b}'*(i % 7) for i, (a, b) in enumerate(zip(WORDS, WORDS[1:]))][:45]  # every text another
 TINY = dict(pretrained=False, config=dict(num_hidden_layers=1, hidden_dropout_prob=0., attention_dropout=0.))
 
@@ -133,4 +131,7 @@ def alone(folder):
 def tokenizer(folder): return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-if __name__ == '__main__': (together if num_distrib() else alone)(sys.argv[1])
+if __name__ == '__main__':
+    warnings.filterwarnings('ignore')
+    torch.set_num_threads(1)
+    (together if num_distrib() else alone)(sys.argv[1])

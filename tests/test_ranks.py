@@ -131,6 +131,19 @@ def test_a_loader_made_before_its_processes_is_refused(monkeypatch):
     with pytest.raises(UserError, match='deals to 1 processes, and 2 are training'): cb._wrap_dl(dl)
 
 
+def test_one_process_predicts_as_ever(monkeypatch):
+    from fastbench.callback.ranks import RankTrainer
+    from ranks import numbers
+    learn = numbers()
+    with learn.no_bar():
+        want = learn.get_preds()[0]
+        learn.distributed_trainer = cb = RankTrainer(cpu=True)
+        assert torch.equal(learn.get_preds()[0], want)
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    cb.learn = learn
+    with pytest.raises(UserError, match='write over each other'): learn.get_preds(save_preds='x')
+
+
 def test_fastais_wrapper_is_refused():
     dl = DistributedDL(TextDL(WORDS[:20], make_tokenizer(), bs=2, seed=1), rank=0, world_size=2)
     dl._broadcast = lambda t, rank: t

@@ -116,10 +116,11 @@ def all_preds(self:RankTrainer,
               ds_idx=1, # Which set, by its number
               dl=None, # Another loader
               reorder=True, # In the order of the data set, not of ranks
-              save_preds=None, # Refused: ranks would write over each other
+              save_preds=None, # For one process; several would write over each other
               save_targs=None, # Likewise
               **kwargs): # For `get_preds`
     "What `get_preds` gives for the items of all ranks, on each"
+    if num_distrib() < 2: return get_preds(ds_idx, dl, reorder=reorder, save_preds=save_preds, save_targs=save_targs, **kwargs)
     if save_preds or save_targs: raise UserError('save_preds and save_targs are for one process: several would write over each other. Save what get_preds returns, on one rank')
     new,dl = dl is None, self.learn.dls[ds_idx] if dl is None else dl
     if isinstance(dl, RankDL): dl = dl.dl
