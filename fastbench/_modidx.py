@@ -493,6 +493,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fastbench/callback/ranks.py'),
                                           'fastbench.callback.ranks.RankTrainer._add_up': ( 'callback.ranks.html#ranktrainer._add_up',
                                                                                             'fastbench/callback/ranks.py'),
+                                          'fastbench.callback.ranks.RankTrainer._by_itself': ( 'callback.ranks.html#ranktrainer._by_itself',
+                                                                                               'fastbench/callback/ranks.py'),
                                           'fastbench.callback.ranks.RankTrainer._recorded': ( 'callback.ranks.html#ranktrainer._recorded',
                                                                                               'fastbench/callback/ranks.py'),
                                           'fastbench.callback.ranks.RankTrainer._repeats': ( 'callback.ranks.html#ranktrainer._repeats',

@@ -20,8 +20,8 @@ from fastbench.text.rnn import lm_dls, rnn_learner
 from fastbench.text.seq2seq import Summarization
 from fastbench.text.task import task_dls
 from fastbench.text.tokenize import by_text
-from fastbench.training import BenchLearner
 from fastbench.text.tokens import TokenClassification
+from fastbench.training import BenchLearner
 from test_text_data import WORDS
 
 TEXTS = [f'{a} {b}' + f' {b}'*(i % 7) for i, (a, b) in enumerate(zip(WORDS, WORDS[1:]))][:45]  # every text another
@@ -30,7 +30,7 @@ TINY = dict(pretrained=False, config=dict(num_hidden_layers=1, hidden_dropout_pr
 
 class Seen(Callback):
     remove_on_fetch = True
-    def __init__(self, tok): self.tok = tok  # each process has trained its own: numbers may differ, texts do not
+    def __init__(self, tok): self.tok = tok
     def before_fit(self): self.texts, self.valid = [], []
     def before_batch(self):
         x = self.xb[0]
@@ -80,6 +80,12 @@ CASES = dict(masked=lambda t: texts(t, 'budget', task='masked-lm'), numbers=lamb
 FETCHED = ('numbers', 'sorted')  # predictions in the midst of training, too
 
 
+class Fails(Callback):
+    "A failure in the last process alone"
+    def after_pred(self):
+        if rank_distrib() or not num_distrib(): raise ValueError('no luck')
+
+
 def measured(learn):
     "Loss and metrics of all the validation set"
     with learn.no_bar(), learn.no_logging(): return [float(o) for o in learn.validate()]
@@ -95,6 +101,7 @@ def predicted(learn):
     raw = [TEXTS[40], TEXTS[3], TEXTS[20]]
     res = dict(preds=get(learn.get_preds), more=get(lambda: learn.get_preds(with_loss=True, with_decoded=True)), shuffled=get(lambda: learn.get_preds(dl=learn.dls.valid.new(shuffle=True))))
     if 'Classification' in type(getattr(learn, 'task', None)).__name__: res |= {k: get(lambda: [o[0] for o in f()]) for k, f in dict(raw=lambda: learn.predict(raw), one=lambda: [learn.predict(raw[0])]).items()}
+    res['fails'] = get(lambda: learn.get_preds(cbs=Fails()))
     return res
 
 

@@ -2,14 +2,16 @@
 import copy
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from fastbench.loop import LeanLoss, LeanMetric
 from fastbench.text.data import hf_dls
 from fastbench.text.learner import hf_learner
-from fastbench.text.lm import CausalLM
+from fastbench.text.lm import CausalLM, TokenPerplexity
 from fastbench.text.qa import QuestionAnswering
 from fastbench.text.rnn import lm_dls, rnn_learner
 from fastbench.text.seq2seq import Summarization
@@ -128,3 +130,13 @@ def test_masks_are_of_a_text_in_validation_and_new_in_training(tok):
     def told(dl): return {tuple(o[o > 0].tolist()): (y[o > 0] != -100).tolist() for x, ys in dl for o, y in zip(torch.where(ys == -100, x['input_ids'], ys), ys)}
     train, valid = learn.dls
     assert told(valid) == told(valid.new(bs=3)) and told(train) != told(train)
+
+
+def test_nothing_waits_for_the_device():
+    "A tensor without data cannot be read"
+    y = torch.zeros(2, 3, dtype=torch.long, device='meta')
+    learn = SimpleNamespace(yb=(y,), pred=y, loss=y.float().mean(), n_targets=lambda yb: TAGS.n_targets(yb[0]), to_detach=lambda o, **kwargs: o.detach())
+    for metric in (LeanLoss(), TokenPerplexity(), LeanMetric(lambda p, y: p.float().mean())):
+        metric.reset()
+        for _ in range(2): metric.accumulate(learn)
+        assert metric.total.is_meta and metric.count.is_meta

@@ -85,8 +85,11 @@ TOKENS = ('tags', 'masked', 'words', 'examples')
 @pytest.mark.parametrize('name', [o for o in CASES if o not in TOKENS])
 def test_each_has_all_predictions_in_the_order_of_the_data(ranks, name):
     a, b, one = (o[name] for o in ranks)
-    assert set(a['predicted']) == set(one['predicted'])
+    fails = [o['predicted'].pop('fails') for o in (a, b)]
+    assert 'process 1 could not predict, so none did: ValueError' in fails[0] and fails[1].startswith('ValueError')
+    assert set(a['predicted']) <= set(one['predicted'])
     for k, want in one['predicted'].items():
+        if k == 'fails': continue
         if (name, k) == ('questions', 'shuffled'): continue  # as wide as the batch, which is another
         for o in (a, b): assert close(o['predicted'][k], want), (k, o['predicted'][k], want)
     assert len(one['predicted']['preds'][1]) == (13 if name == 'numbers' else 10)
@@ -99,7 +102,7 @@ def test_predictions_that_are_not_one_an_item_end_in_an_error_on_both(ranks, nam
 
 
 def test_a_metric_that_cannot_be_added_up_is_named_once(ranks):
-    assert [[o for o in r['numbers']['told'] if 'last' in o] for r in ranks[:2]] == [['last: of each process its own part only; name what adds up in the metric\'s `sums`']]*2
+    assert [[o for o in r['numbers']['told'] if 'last' in o] for r in ranks[:2]] == [['last: of each process its own part only; name what adds up in the metric\'s `sums`'], []]
     assert not [o for r in ranks[:2] for c in CASES if c != 'numbers' for o in r[c]['told'] if 'own part' in o]
 
 

@@ -7,12 +7,13 @@ __all__ = ['RankDL', 'add_up', 'RankTrainer', 'joined']
 
 # %% ../../nbs/12_callback.ranks.ipynb #1ea9931f
 import warnings
+from functools import partial
 
 import torch
 from fastai.distributed import DistributedDL, DistributedTrainer
 from fastai.learner import AvgLoss, AvgMetric
 from fastai.metrics import AccumMetric
-from fastai.torch_core import nested_reorder, num_distrib, to_concat, to_detach
+from fastai.torch_core import nested_reorder, num_distrib, rank_distrib, to_concat, to_detach
 from fastcore.basics import patch
 from fastcore.foundation import L
 from torch import Tensor
@@ -67,7 +68,7 @@ class _Alone(list):
 
 class RankTrainer(DistributedTrainer):
     "Train in several processes, each with its part of the data"
-    name,order,_told = 'distributed_trainer',DistributedTrainer.order,False
+    name,order,_told,_predicts = 'distributed_trainer',DistributedTrainer.order,False,False
     def _wrap_dl(self, dl):
         if isinstance(dl, (DistributedDL, _Alone)): return dl
         if isinstance(dl, (list, tuple)): return _Alone(dl)
@@ -91,10 +92,10 @@ class RankTrainer(DistributedTrainer):
         if self._recorded('train_metrics'): self._add_up(self.learn.metrics)
     def after_validate(self):
         if self._recorded('valid_metrics'): self._add_up([self.recorder.loss, *self.learn.metrics])
-    def _recorded(self, which): return num_distrib() > 1 and getattr(getattr(self.learn, 'recorder', None), which, False)
+    def _recorded(self, which): return num_distrib() > 1 and not self._predicts and getattr(getattr(self.learn, 'recorder', None), which, False)
     def _add_up(self, metrics):
         own = add_up(metrics)
-        if own and not self._told: warnings.warn(f'{", ".join(o.name for o in own)}: of each process its own part only; name what adds up in the metric\'s `sums`', stacklevel=2)
+        if own and not self._told and not rank_distrib(): warnings.warn(f'{", ".join(o.name for o in own)}: of each process its own part only; name what adds up in the metric\'s `sums`', stacklevel=2)
         self._told = self._told or bool(own)
 
 # %% ../../nbs/12_callback.ranks.ipynb #f0c36a24
@@ -111,6 +112,12 @@ def joined(parts # What `get_preds` gave on each rank: tensors, `L`s, tuples of 
     return to_concat(parts) if all(isinstance(p, Tensor) for p in parts) else L(i for p in parts for i in p)
 
 @patch
+def _by_itself(self:RankTrainer, get_preds, *args, **kwargs):
+    self._predicts = True  # nothing is added up: where one fails the others must not wait for it there
+    try: return get_preds(*args, **kwargs)
+    finally: self._predicts = False
+
+@patch
 def all_preds(self:RankTrainer,
               get_preds, # Of a Learner
               ds_idx=1, # Which set, by its number
@@ -122,6 +129,7 @@ def all_preds(self:RankTrainer,
     "What `get_preds` gives for the items of all ranks, on each"
     if num_distrib() < 2: return get_preds(ds_idx, dl, reorder=reorder, save_preds=save_preds, save_targs=save_targs, **kwargs)
     if save_preds or save_targs: raise UserError('save_preds and save_targs are for one process: several would write over each other. Save what get_preds returns, on one rank')
+    get_preds = partial(self._by_itself, get_preds)
     new,dl = dl is None, self.learn.dls[ds_idx] if dl is None else dl
     if isinstance(dl, RankDL): dl = dl.dl
     if isinstance(dl, (list, tuple)): return get_preds(ds_idx, dl, reorder=reorder, **kwargs)
