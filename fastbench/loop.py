@@ -222,21 +222,28 @@ class SmoothLoss(AvgSmoothLoss):
         return self._blocks[-1][(self.count-1) % self.size] if self.count else torch.tensor(torch.nan)
 
 # %% ../nbs/14_loop.ipynb #1ddd12e9
+@patch
+def n_targets(self:FastLoop, yb # Targets of a batch
+    ): # A number, or a tensor on the device
+    "What the loss of a batch is a mean of"
+    return find_bs(yb)
+
+def _times(mean, n): return torch.where(n > 0, mean, 0.)*n if isinstance(n, Tensor) else mean*n  # the mean of nothing is NaN
+
 class LeanLoss(AvgLoss):
-    "`AvgLoss` without a wait for the device at every batch"
+    "`AvgLoss` without a wait for the device at every batch, every target weighing the same"
+    def n(self, learn): return learn.n_targets(learn.yb)
     def accumulate(self, learn):
-        if num_distrib() > 1: return super().accumulate(learn)
-        bs = find_bs(learn.yb)
-        self.total += learn.loss.detach().mean()*bs
-        self.count += bs
+        loss,n = learn.loss.detach().mean() if num_distrib() <= 1 else learn.to_detach(learn.loss.mean(), cpu=False), self.n(learn)
+        self.total += _times(loss, n)
+        self.count += n
 
 class LeanMetric(AvgMetric):
-    "`AvgMetric` without a wait for the device at every batch"
+    "`AvgMetric` without a wait for the device at every batch, weighted as the loss"
     def accumulate(self, learn):
-        if num_distrib() > 1: return super().accumulate(learn)
-        bs = find_bs(learn.yb)
-        self.total += learn.to_detach(self.func(learn.pred, *learn.yb), cpu=False)*bs
-        self.count += bs
+        n = learn.n_targets(learn.yb)
+        self.total += _times(learn.to_detach(self.func(learn.pred, *learn.yb), cpu=False), n)
+        self.count += n
 
 @patch(as_prop=True)
 def metrics(self:FastLoop):

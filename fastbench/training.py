@@ -99,6 +99,13 @@ class BenchLearner(FastLoop):
         self.add_cb(RankTrainer(sync_bn and not kwargs.get('cpu'), **kwargs))
         return self.remove_cb(ProgressCallback) if rank_distrib() else self
 
+    def get_preds(self, ds_idx=1, # Which set, by its number
+                  dl=None, # Another loader
+                  **kwargs): # As for fastai's: with_input, with_decoded, with_loss, act, reorder, ...
+        "Predictions and targets; of several processes those of all, on each of them"
+        cb = getattr(self, 'distributed_trainer', None)
+        return cb.all_preds(super().get_preds, ds_idx, dl, **kwargs) if hasattr(cb, 'all_preds') else super().get_preds(ds_idx, dl, **kwargs)
+
     def compile(self, mode=None, dynamic=None, fullgraph=False, backend='inductor', predictions=False): # as for `Compile`
         "Run the model through `torch.compile` while it trains; `remove_cb(Compile)` takes it off"
         return self.remove_cb(Compile).add_cb(Compile(mode, dynamic, fullgraph, backend, predictions))

@@ -32,6 +32,8 @@ class HFLearner(BenchLearner):
     "A Learner for raw texts"
     task,weights = None,None
 
+    def n_targets(self, yb): return self.task.n_targets(yb[0])
+
     def predict(self, item, # A text (of a pair: a tuple), a list of them, or a DataFrame
                 **kwargs, # For `get_preds`
         ): # (answer, decoded tensor, probabilities), or a list of these

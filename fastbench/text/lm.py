@@ -9,22 +9,20 @@ __all__ = ['TokenPerplexity', 'LanguageTask', 'CausalLM', 'MaskedLM']
 import math
 from zlib import crc32
 
+import numpy as np
 import torch
-from fastai.learner import Metric
 
+from ..loop import LeanLoss
 from ..recipe import UserError
 from .task import Task, decoded, encode
 from .tokenize import by_text
 
 # %% ../../nbs/24_text.lm.ipynb #37a4e8be
-class TokenPerplexity(Metric):
+class TokenPerplexity(LeanLoss):
     "Perplexity over all tokens that are to be told"
-    def reset(self): self.total,self.n = 0.,0
-    def accumulate(self, learn):
-        n = (learn.yb[0] != -100).sum().item()
-        self.total,self.n = self.total + learn.loss.item()*n if n else self.total,self.n+n
+    def n(self, learn): return (learn.yb[0] != -100).sum()
     @property
-    def value(self): return math.exp(min(self.total/self.n, 700)) if self.n else None
+    def value(self): return math.exp(min(float(self.total/self.count), 700)) if self.count else None
     @property
     def name(self): return 'perplexity'
 
@@ -79,6 +77,23 @@ def _continued(learn, text, n, kwargs):
     return t.decode(out.sequences[0], skip_special_tokens=True), new, scores
 
 # %% ../../nbs/24_text.lm.ipynb #f6ae3f51
+def _mix(z): # splitmix64
+    z = (z ^ (z >> np.uint64(30)))*np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27)))*np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+def _draws(x, seed):
+    "Which places hold a token; three random numbers for each token, from its text, its place there and `seed` alone; the number of its text"
+    ids = x['input_ids'].numpy()
+    real = np.ones(ids.shape, bool) if 'cu_seq_lens' in x else x['attention_mask'].numpy() > 0
+    n = x['cu_seq_lens'].diff().numpy() if 'cu_seq_lens' in x else real.sum(1)
+    text = np.repeat(np.arange(len(n)), n)
+    place = (np.arange(n.sum()) - np.repeat(n.cumsum()-n, n)).astype(np.uint64)
+    whole = np.zeros(len(n), np.uint64)
+    np.add.at(whole, text, _mix(place << np.uint64(32) ^ ids[real].astype(np.uint64)))
+    z = _mix(whole[text] ^ _mix(place ^ np.uint64(seed)))
+    return real, [(_mix(z + np.uint64(i)) >> np.uint64(11))*2.**-53 for i in range(1, 4)], text
+
 class MaskedLM(LanguageTask):
     "The tokens that were hidden"
     name = head = 'masked-lm'
@@ -90,21 +105,31 @@ class MaskedLM(LanguageTask):
 
     def bind(self, learn):
         super().bind(learn)
+        for dl in learn.dls.loaders[1:]:
+            if getattr(dl, 'finish', None) == self.finish: dl.finish = self.finish_same
         if self._tok.mask_token_id is None: raise UserError(f'{type(self._tok).__name__} has no mask token: masked language modelling needs a tokenizer like BERT\'s; task="causal-lm" needs none')
 
     def collate(self, tokenizer, examples, max_length=512):
         self._tok = tokenizer
         return super().collate(tokenizer, examples, max_length)
 
-    def targets(self, x):
-        t,ids = self._tok,x['input_ids']
-        g = torch.Generator().manual_seed(crc32(ids.numpy().tobytes()) ^ self.seed)
-        special = torch.isin(ids, torch.tensor(t.all_special_ids))
-        u,kind = torch.rand(ids.shape, generator=g),torch.rand(ids.shape, generator=g)
-        chosen = (u < self.share) & ~special
-        if not chosen.any() and (~special).any(): chosen.view(-1)[torch.where(special, 2., u).argmin()] = True
-        new = torch.where(kind < .8, t.mask_token_id, torch.where(kind < .9, torch.randint(len(t), ids.shape, generator=g), ids))
-        return {**x, 'input_ids': torch.where(chosen, new, ids)}, torch.where(chosen, ids, -100)
+    def finish(self, x, y=None): return self.targets(x, crc32(x['input_ids'].numpy().tobytes()))
+    def finish_same(self, x, y=None): # x: dict of a batch; y: labels, not used
+        "A batch with its targets, for each text always the same ones"
+        return self.targets(x)
+
+    def targets(self, x, salt=0):
+        t,ids = self._tok,x['input_ids'].numpy()
+        real,(u,kind,other),text = _draws(x, (self.seed ^ salt << 32) & 2**64-1)
+        old = ids[real]
+        u[special := np.isin(old, t.all_special_ids)] = 2
+        least = np.full(len(ids) if 'cu_seq_lens' not in x else len(x['cu_seq_lens'])-1, 2.)
+        np.minimum.at(least, text, u)
+        chosen = ((u < self.share) | (u == least[text])) & ~special
+        res,y = ids.copy(),np.full_like(ids, -100)
+        res[real] = np.where(chosen, np.where(kind < .8, t.mask_token_id, np.where(kind < .9, (other*len(t)).astype(np.int64), old)), old)
+        y[real] = np.where(chosen, old, -100)
+        return {**x, 'input_ids': torch.from_numpy(res)}, torch.from_numpy(y)
 
     def predict(self, learn, items, **kwargs):
         "Each text with its masks filled, the tokens that fill them, and their probabilities"

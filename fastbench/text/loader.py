@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from fastai.data.core import TfmdDL
 from fastai.data.load import _loaders
-from fastai.torch_core import apply, num_distrib, rank_distrib, to_detach, to_device
+from fastai.torch_core import num_distrib, rank_distrib, to_detach, to_device
 from fastcore.basics import merge, patch
 from fastcore.foundation import L
 
@@ -65,6 +65,8 @@ class TextDL(ShowsTexts, TfmdDL):
 
     @property
     def tokenizer(self): return self.tokens.tokenizer
+    @property
+    def mine(self): return getattr(self, '_order', None) # Numbers of texts in the order in which this rank drew them last
 
     def new(self, dataset=None, cls=None, **kwargs):
         same = dataset is None or dataset is self.dataset
@@ -138,17 +140,10 @@ def _draw(self:TextDL):
 def to_detach(self:TextDL,
               b, # Of one rank
               cpu=True, # Bring it to the CPU
-              gather=True, # Of all ranks together
+              gather=True, # For fastai; `RankTrainer` brings together what ranks have, at the end of an epoch
     ): # The batch without gradients
-    "`to_detach` for ranks with unequal numbers of texts, where fastai expects as many of each"
-    def f(t):
-        if not isinstance(t, torch.Tensor): return t
-        if not gather or self.world_size < 2: return t.detach().cpu() if cpu else t.detach()
-        if not t.ndim: return to_detach(t, cpu)
-        parts = [None]*self.world_size
-        torch.distributed.all_gather_object(parts, t.detach().cpu())
-        return torch.cat(parts) if cpu else torch.cat(parts).to(t.device)
-    return apply(f, b)
+    "`to_detach` of what this rank has"
+    return to_detach(b, cpu, False)
 
 @patch
 def get_idxs(self:TextDL):

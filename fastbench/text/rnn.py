@@ -17,15 +17,15 @@ from fastai.callback.rnn import ModelResetter
 from fastai.callback.training import GradientClip
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
-from fastai.learner import Metric
 from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.text.models.core import LinearDecoder
-from fastai.torch_core import num_distrib, rank_distrib
+from fastai.torch_core import num_distrib, rank_distrib, to_detach
 from fastcore.meta import delegates
 from torch import nn
 
+from ..loop import LeanLoss
 from ..recipe import UserError, unknown
 from .sources import TextSet, load_text_source
 from ..training import BenchLearner, find_device
@@ -96,6 +96,8 @@ class BPTTLoader(DataLoader):
         own = {k: getattr(self, k) for k in ('tokens', 'bptt', 'ends', 'seed', 'rank', 'world_size', 'device', 'drop_last')}
         kwargs = {k: v for k,v in kwargs.items() if k in own or k == 'get_idxs'}
         return (cls or type(self))(**own | dict(bs=bs or self.bs, shuffle=self.by_doc) | kwargs)
+
+    def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, False)
 
     def order(self): # int64 [words]
         "The corpus of this epoch"
@@ -248,14 +250,12 @@ def word_lm(n_words:int, # Size of the vocabulary
     return AWDLM(n_words, **kwargs) if arch == 'awd' else WordLM(n_words, arch, **kwargs)
 
 # %% ../../nbs/26_text.rnn.ipynb #95850f9d
-class WordPerplexity(Metric):
+def _n_words(yb): return yb[0].numel()
+
+class WordPerplexity(LeanLoss):
     "exp of the mean loss of a word"
     name = 'perplexity'
-    def reset(self): self.total,self.count = 0.,0
-    def accumulate(self, learn):
-        n = learn.yb[0].numel()
-        self.total += learn.loss.detach().mean()*n
-        self.count += n
+    def n(self, learn): return _n_words(learn.yb)
     @property
     def value(self): return float(torch.as_tensor(self.total/self.count).exp()) if self.count else None
 
@@ -277,7 +277,7 @@ def rnn_learner(dls, # `DataLoaders` of `lm_dls`
     cbs = [] if cbs is None else [cbs] if isinstance(cbs, (Callback, type)) else list(cbs)
     learn = BenchLearner(dls, model, loss_func=loss_func or CrossEntropyLossFlat(), metrics=[accuracy, WordPerplexity()] if metrics is None else metrics,
                          cbs=own+cbs, **kwargs)
-    learn.arch,learn.weights = arch,None
+    learn.arch,learn.weights,learn.n_targets = arch,None,_n_words
     return learn
 
 # %% ../../nbs/26_text.rnn.ipynb #b82b00da

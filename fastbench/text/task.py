@@ -52,6 +52,10 @@ class Task:
     @property
     def settings(self): return {k: v for k,v in vars(self).items() if not k.startswith('_')}
     def loss_func(self): return CrossEntropyLossFlat()
+    def n_targets(self, y # Targets of a batch
+        ): # A number, or a tensor on the device
+        "What the loss of a batch is a mean of: examples, or the tokens that count"
+        return (y != -100).sum() if self.per_token else len(y)
     def metrics(self): return []
     def collate(self, tokenizer, # A tokenizer of transformers
                 examples, # What the data set holds, a list
@@ -185,6 +189,7 @@ class ShareRight(Metric):
              y, # Targets
         ): # True or False for each that counts
         raise NotImplementedError
+    sums = 'right','n'
     def reset(self): self.right = self.n = 0
     def accumulate(self, learn):
         hits = self.hits(learn.pred, learn.yb[0])

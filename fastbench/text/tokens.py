@@ -36,6 +36,7 @@ class EntityF1(Metric):
     "F1 of whole entities"
     def __init__(self, vocab # Names of the tags
         ): self.vocab = vocab
+    sums = 'right','found','true'
     def reset(self): self.right = self.found = self.true = 0
     def accumulate(self, learn):
         for p,y in zip(*(by_text(learn.xb[0], o) for o in (learn.pred.argmax(-1), learn.yb[0]))):
