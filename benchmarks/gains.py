@@ -67,6 +67,7 @@ CHANGES = {
     'fp16': dict(precision='fp16'),
     'to-half-bf16': lambda learn: learn.to_half('bf16'),
     'to-half-fp16': lambda learn: learn.to_half('fp16'),
+    'onednn': dict(onednn=True),
     'fused': _opt('fused'),
     'foreach': _opt('foreach'),
     'ema': _ema,

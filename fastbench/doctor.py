@@ -107,6 +107,14 @@ def _device_rows(device):
         try: check_precision(p, torch.device(device))
         except UserError as e: yield _row('precision', f'{p} on {device}', 'no', str(e).partition(': ')[2] or str(e))
         else: yield _row('precision', f'{p} on {device}', 'yes')
+    if device == 'cpu': yield _linear_row()
+
+def _linear_row():
+    from fastbench.callback.onednn import linear_speed
+    try: usual,onednn = linear_speed().values()
+    except UserError as e: return _row('precision', 'linear layers by oneDNN', 'no', str(e))
+    gain = 'onednn=True in a recipe, cbs=OneDNNLinear()' if onednn > 1.1*usual else 'nothing to gain'
+    return _row('precision', 'linear layers by oneDNN', f'{onednn/usual:.2f}x', f'{onednn/1e9:,.0f} GFLOP/s in fp32, {usual/1e9:,.0f} as it is: {gain}')
 
 # %% ../nbs/48_doctor.ipynb #d7824845
 def _caches():
