@@ -126,7 +126,7 @@ class Stamps(Callback):
     def before_fit(self): self.stamps = []
     def after_batch(self):
         if not self.training: return
-        if self.xb[0].is_cuda:
+        if self.loss.is_cuda:
             e = torch.cuda.Event(enable_timing=True)
             e.record()
         else: e = perf_counter()
