@@ -10,6 +10,7 @@ from fastai.data.core import DataLoaders
 
 import fastbench.batch_size, fastbench.callback.profiler  # noqa: F401, E401
 from fastbench.batch_size import _rows
+from fastbench.callback import onednn
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.timed import batch_size
 from fastbench.text.data import hf_dls
@@ -123,3 +124,16 @@ def test_a_packed_batch_grows_text_by_text():
     got, y, each = _rows((x, torch.tensor([1, 2]), torch.tensor([[1, 2, 3]])), 2, 3)
     assert got['input_ids'].tolist() == [[5, 6, 7, 5, 6]] and got['position_ids'].tolist() == [[0, 1, 0, 0, 1]] and got['cu_seq_lens'].tolist() == [0, 2, 3, 5]
     assert got['cu_seq_lens'].dtype == torch.int32 and y.tolist() == [1, 2, 1] and each.tolist() == [[1, 2, 3, 1, 2]]
+
+
+@pytest.mark.parametrize('name', TASKS)
+def test_onednn(name, monkeypatch):
+    "The same steps up to rounding, each product asked of oneDNN"
+    monkeypatch.setattr(onednn, '_least', 0)
+    asked, product, losses = [], onednn._product, []
+    monkeypatch.setattr(onednn, '_product', lambda *o: asked.append(1) or product(*o))
+    for cbs in ([], [onednn.OneDNNLinear()]):
+        torch.manual_seed(0)
+        learn = TASKS[name]()
+        losses.append(steps(learn, [next(iter(learn.dls.valid))]*3, cbs))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(asked) > 6
