@@ -6,8 +6,8 @@ Lengths of IMDB's reviews, cut at 512 tokens; random weights (they cost what pub
 many tokens as 16 texts have on average). What a batch costs depends on its lengths, so a round draws few batches that stand for all: the order of an epoch is cut into as many parts as a candidate
 has batches in a round, batches ranked by what they cost (a part's middle, moved by the round's number), one of each part is timed, and the mean of the parts times the number of batches is an
 epoch. Of a batch every second text is computed, padded to the width of all: work grows with the texts, and what
-does not (gradients set to zero, the embedding's own) counts twice on each side, against the faster one. Candidates take turns within a round; ratios are of one round, the interval is that of their logarithms (t). One process. It ends with the round in which `--seconds` are over, on 2 busy
-cores in less than 3 minutes. Bar: the last at least 4 times as fast as random batches with the same regularisation (`values`: dropout of rows of the values, of the same strength;
+does not (gradients set to zero, the embedding's own) counts twice on each side, against the faster one. Candidates take turns within a round; ratios are of one round, the interval is that of their logarithms (t). One process. It ends with the round in which `--seconds` are over,
+after two at least. Bar: the last at least 4 times as fast as random batches with the same regularisation (`values`: dropout of rows of the values, of the same strength;
 `weights` is dropout as published; `kept`: with `KeepMemory`, whose first batch of a fit, which fetches the memory, is not timed; `onednn`: with `OneDNNLinear`).
 """
 import argparse

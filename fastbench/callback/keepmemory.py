@@ -8,6 +8,7 @@ __all__ = ['check_malloc', 'KeepMemory']
 # %% ../../nbs/12_callback.keepmemory.ipynb #d806dfe0
 import ctypes, os, sys
 
+import torch
 from .device import train_device
 from .ending import DuringFit
 from ..environment import variables
@@ -17,7 +18,7 @@ from ..recipe import UserError
 def check_malloc(device='cpu', # Where the training is
     ): # The C library, by ctypes
     "glibc, or a `UserError` that says why memory cannot be kept here"
-    kind = getattr(device, 'type', str(device).split(':')[0])
+    kind = torch.device(device).type
     if kind != 'cpu': raise UserError(f'keep_memory has no effect on {kind}: PyTorch keeps the memory of such a device itself; leave it out')
     lib = ctypes.CDLL(None) if sys.platform.startswith('linux') else None
     if not hasattr(lib, 'gnu_get_libc_version'): raise UserError("keep_memory is for Linux with glibc, and this is another C library; leave it out")

@@ -26,7 +26,7 @@ def check_onednn(device='cpu', # Where the training is
                  compiled=False, # Is the model compiled?
     ):
     "A `UserError` where linear layers would not be computed by oneDNN"
-    kind = getattr(device, 'type', str(device).split(':')[0])
+    kind = torch.device(device).type
     if kind != 'cpu': raise UserError(f'onednn has no effect on {kind}: it is a library for CPUs; leave it out')
     if precision != 'fp32': raise UserError(f'onednn has no effect in {precision}: PyTorch multiplies 16 bits by oneDNN as it is; leave it out')
     if compiled: raise UserError('onednn has no effect on a compiled model: torch.compile chooses how to multiply; leave one of the two out')
