@@ -7,7 +7,6 @@ __all__ = ['EVENTS', 'FIRST', 'LAST', 'ITER', 'DRAW', 'STARTED', 'DRAWN', 'END',
            'N_MARKS', 'AFTER', 'COLUMN', 'Stopwatch', 'ManualClock']
 
 # %% ../../nbs/08_callback.stamps.ipynb #efd9512c
-from array import array
 from itertools import islice
 from math import inf
 from time import perf_counter
@@ -45,7 +44,7 @@ class Stopwatch:
         clock=perf_counter, # Seconds, monotonic
     ):
         self.profile,self.clock,self.running = profile or Profile(),clock,False
-        self.watchers,self.device,self.compiled,self.counts,self.taped,self.due = (),None,lambda: 0,[],array('d'),0.
+        self.watchers,self.device,self.compiled,self.counts,self.taped,self.due = (),None,lambda: 0,[],[],0.
         self.look,self.looking = inf,None  # called at the first step after `look`
         self.turns = [None]*N_MARKS
         def on(f, *marks):
@@ -77,7 +76,7 @@ class Stopwatch:
 def tape(self:Stopwatch): # What to call with a mark, what with the time, what tells the time, and what to call with a `batch_size`
     "`mark` for a hot loop, `mark(m); time(clock())`: the arithmetic follows at the next `mark` of the watch, or a few times a second"
     if self.watchers: return self.mark,noop,noop,self._count  # they want to know at once
-    return self.taped.append,self.taped.append,self.clock,self.counts.append
+    return self.taped.append,self.taped.append,self.clock,self.counts.extend
 
 @patch
 def _count(self:Stopwatch, size): self.samples,self.tokens,self.slots = size
@@ -85,13 +84,13 @@ def _count(self:Stopwatch, size): self.samples,self.tokens,self.slots = size
 @patch
 def replay(self:Stopwatch):
     "Credit what is on the tape"
-    marks,times,counts = array('B', map(int, self.taped[::2])),self.taped[1::2],iter(self.counts[:])
+    marks,times,counts = bytes(self.taped[::2]),self.taped[1::2],iter(self.counts[:])
     del self.taped[:],self.counts[:]
     begun = 0
-    if (n := marks.count(DRAW)) > 64:  # below that numpy costs more than it saves
-        begun,end = marks.index(DRAW)+1,len(marks)-marks[::-1].index(DRAW)
+    if marks.count(DRAW) > 32:  # below that numpy costs more than it saves
+        begun,end = marks.index(DRAW)+1,marks.rindex(DRAW)+1
         self._credit(marks[:begun], times[:begun], counts)
-        if self._credit_steps(n-1, np.array(marks[begun-1:end]), np.array(times[begun-1:end]), counts): begun = end
+        if self._credit_steps(marks[begun-1:end], np.array(times[begun-1:end]), counts): begun = end
     self._credit(marks[begun:], times[begun:], counts)
     self.due = self.t + .25
 
@@ -102,18 +101,20 @@ def _credit(self:Stopwatch, marks, times, counts):
     for m,t in zip(marks, times):
         self.row[self.column[self.last]] += t - self.t
         self.last,self.t = m,t
-        if m == DRAWN: self._count(next(counts, (0, 0, 0)))
+        if m == DRAWN: self._count([*islice(counts, 3)] or (0, 0, 0))
         elif turns[m] is not None: turns[m]()
 
 @patch
-def _credit_steps(self:Stopwatch, n, marks, times, counts): # False: not all of them are plain, and nothing was credited
-    "All at once: `n` complete steps, from one draw to the last"
-    begins,marks,width = np.flatnonzero(marks == DRAW),marks[:-1],len(self.row)
-    step = np.repeat(np.arange(n), np.diff(begins))
-    def each(m): return np.bincount(step[marks == m], minlength=n)
-    if self.phase in self.cold or self.compiled() != self.graphs or (each(DRAWN) != 1).any() or not each(LAST['after_batch']).all(): return False
-    rows = np.bincount(step*width + np.array(self.column)[marks], np.diff(times), n*width).reshape(n, width)
-    rows[:,[1,2,4]],rows[:,3] = np.array([*islice(counts, n)], dtype=float),np.diff(times[begins])
+def _credit_steps(self:Stopwatch, marks, times, counts): # False: not all of them are plain, and nothing was credited
+    "All at once: complete steps, from one draw to the last, those with the same marks together"
+    steps = marks[1:-1].split(bytes([DRAW]))
+    kinds = set(steps)
+    if self.phase in self.cold or self.compiled() != self.graphs or any(o.count(DRAWN) != 1 or LAST['after_batch'] not in o for o in kinds): return False
+    draws,took,rows = np.flatnonzero(np.frombuffer(marks, 'u1') == DRAW),np.diff(times),np.zeros((len(steps), len(self.row)))
+    for kind in kinds:
+        here = slice(None) if len(kinds) == 1 else np.array([o == kind for o in steps])
+        for i,m in enumerate((DRAW, *kind)): rows[here,self.column[m]] += took[draws[:-1][here]+i]
+    rows[:,[1,2,4]],rows[:,3] = np.array([*islice(counts, 3*len(steps))], dtype=float).reshape(-1, 3),np.diff(times[draws])
     self.profile.steps[self.phase].add_all(rows)
     self.t = times[-1].item()
     self._open_step()
