@@ -944,6 +944,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'fastbench.loop.LeanTrainEval.after_batch': ('loop.html#leantraineval.after_batch', 'fastbench/loop.py'),
                                 'fastbench.loop.SmoothLoss': ('loop.html#smoothloss', 'fastbench/loop.py'),
                                 'fastbench.loop.SmoothLoss.__init__': ('loop.html#smoothloss.__init__', 'fastbench/loop.py'),
+                                'fastbench.loop.SmoothLoss._put': ('loop.html#smoothloss._put', 'fastbench/loop.py'),
                                 'fastbench.loop.SmoothLoss._work_out': ('loop.html#smoothloss._work_out', 'fastbench/loop.py'),
                                 'fastbench.loop.SmoothLoss.accumulate': ('loop.html#smoothloss.accumulate', 'fastbench/loop.py'),
                                 'fastbench.loop.SmoothLoss.reset': ('loop.html#smoothloss.reset', 'fastbench/loop.py'),

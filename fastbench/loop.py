@@ -181,22 +181,34 @@ class SmoothLoss(AvgSmoothLoss):
         ):
         self.beta = beta
         self.reset()
-    def reset(self): self._val,self._raw,self._blocks,self._steps,self._done,self.count = None,None,[],[],0,0
+    def reset(self):
+        self._val,self._raw,self._floats,self._dtype,self._blocks,self._steps,self._done,self.count = None,None,[],None,[],[],0,0
+        self._alone = num_distrib() <= 1
 
     def accumulate(self, learn):
-        loss,raw,i = learn.loss.detach() if num_distrib() <= 1 else to_detach(learn.loss.mean()), self._raw, self.count % self.size
-        if raw is None or raw.dtype != loss.dtype or raw.device != loss.device:
-            self._work_out()
-            raw = self._raw = torch.empty(self.size, dtype=loss.dtype, device=loss.device)
-        raw[i].copy_(loss.mean() if loss.ndim else loss)
+        loss = learn.loss
+        if self._alone and loss.is_cpu and not loss.ndim:
+            if loss.dtype is not self._dtype:
+                self._work_out()
+                self._dtype = loss.dtype
+            self._floats.append(loss.item())
+        else: self._put(loss.detach() if self._alone else to_detach(loss.mean()))
         self.count += 1
-        if i == self.size-1: self._work_out()
+        if not self.count % self.size: self._work_out()
+
+    def _put(self, loss):
+        "In the buffer, where the loss is"
+        if self._floats or self._raw is None or self._raw.dtype != loss.dtype or self._raw.device != loss.device:
+            self._work_out()
+            self._raw,self._dtype = torch.empty(self.size, dtype=loss.dtype, device=loss.device),None
+        self._raw[self.count % self.size].copy_(loss.mean() if loss.ndim else loss)
 
     def _work_out(self):
         n,i = self.count-self._done, self._done % self.size
         if not n: return
-        if not i: self._blocks.append(torch.empty(self.size, dtype=self._raw.dtype))
-        losses = self._raw[i:i+n].cpu().unbind()
+        losses = (torch.tensor(self._floats, dtype=self._dtype) if self._floats else self._raw[i:i+n].cpu()).unbind()
+        self._floats = []
+        if not i: self._blocks.append(torch.empty(self.size, dtype=losses[0].dtype))
         vals,val = [],self._val if self._val is not None else torch.zeros_like(losses[0])
         for loss in losses: vals.append(val := torch.lerp(loss, val, self.beta))
         debias = torch.tensor([1-self.beta**(self._done+j) for j in range(1, n+1)], dtype=val.dtype)
