@@ -140,7 +140,7 @@ def loops(b):
 
 def measure(loops, against, rounds, n):
     "name -> a pair a round, seconds a batch of this loop and of the one that it is set against, which ran beside it: first and last, or twice between"
-    res = {k: [] for k in against}
+    res,fresh = {k: [] for k in against},mlp().state_dict()
     with open(os.devnull, 'w') as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
         for i in range(rounds + 1):
             for k in random.sample(list(against), len(against)):
@@ -148,6 +148,7 @@ def measure(loops, against, rounds, n):
                 random.shuffle(order)
                 t = {o: 0. for o in order}
                 for o in order + order[::-1]:
+                    loops[o][1].load_state_dict(fresh)  # no loop gets further than another
                     start = perf_counter()
                     loops[o][0]()
                     t[o] += (perf_counter() - start)/n/2
