@@ -9,6 +9,7 @@ __all__ = ['TorchOptimizer', 'fused_adamw', 'foreach_adamw', 'fused_adam', 'fore
 # %% ../nbs/13_optimizer.ipynb #0d8c865d
 import warnings
 from collections import defaultdict
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -17,6 +18,7 @@ from fastai.optimizer import Optimizer
 from fastcore.basics import patch
 from fastcore.foundation import L
 
+from .callback.channelslast import lay
 from .recipe import UserError, unknown
 
 # %% ../nbs/13_optimizer.ipynb #8dbf6cc8
@@ -42,7 +44,9 @@ class TorchOptimizer(Optimizer):
             if h != was: self._push(); break
         if self.shrink: self._shrink()
         if len(self.opt.state) < len(self._all): self._fill()
-        self.opt.step()
+        if not self._convs: self.opt.step()
+        else:
+            with self._flat(): self.opt.step()
 
     def zero_grad(self):
         for p in self._all: p.grad = None
@@ -82,6 +86,7 @@ def _build(self:TorchOptimizer):
     self.opt = self.cls([dict(params=ps, **self._args(n, wd)) for n,wd,ps in parts if ps], **self.kwargs)
     self._decayed = [[p for p in pg if _decays(self, p)] for pg in self.param_lists]
     self._was = [dict(h) for h in self.hypers]
+    self._convs = [p for p in self._all if p.ndim in (4, 5)] if self.kwargs.get('fused') else []
     self._unpack()
 
 @patch
@@ -106,6 +111,35 @@ def _fill(self:TorchOptimizer):
     if 'momentum_buffer' not in self.slots or not self.hypers[0]['mom']: return
     for p in self._all:
         if p.grad is not None and not self.opt.state.get(p): self.opt.state[p] = dict(momentum_buffer=torch.zeros_like(p))
+
+# %% ../nbs/13_optimizer.ipynb #f1d281a2
+def _in_memory(t): return t.movedim(1, -1).view(-1)  # in channels-last
+
+@patch
+@contextmanager
+def _flat(self:TorchOptimizer):
+    "Weights in channels-last as vectors"
+    was = []
+    try:
+        for p in self._convs:
+            if p.grad is None or not p.is_cpu: continue
+            kept = self.opt.state.get(p, {})
+            def moments(): return {k: v for k,v in kept.items() if v is not None and v.shape == p.shape}
+            if all(o.is_contiguous() for o in (p, p.grad, *moments().values())): continue
+            lay(p, p.stride(), self.opt)
+            if p.is_contiguous() or not p.movedim(1, -1).is_contiguous(): continue
+            data,grad,flat = p.data,p.grad,{k: _in_memory(v) for k,v in moments().items()}
+            was.append((p, data, grad))
+            p.grad,p.data = None,_in_memory(data)
+            p.grad = _in_memory(grad)
+            kept.update(flat)
+        yield
+    finally:
+        for p,data,grad in was:
+            kept,shape = self.opt.state.get(p, {}),data.movedim(1, -1).shape
+            p.grad,p.data = None,data
+            p.grad = grad
+            kept.update({k: v.view(shape).movedim(-1, 1) for k,v in kept.items() if v is not None and v.ndim == 1})
 
 # %% ../nbs/13_optimizer.ipynb #55656fa8
 @patch

@@ -216,6 +216,38 @@ def test_nesterov():
     assert torch.allclose(p, q)
 
 
+FORMATS = [torch.contiguous_format, torch.channels_last]
+
+@pytest.mark.parametrize('of_grad', FORMATS, ids=['grad', 'grad last'])
+@pytest.mark.parametrize('of_weight', FORMATS, ids=['weight', 'weight last'])
+@pytest.mark.parametrize('opt', [fused_adamw, fused_adam, partial(fused_sgd, mom=.9)])
+def test_any_memory_layout(opt, of_weight, of_grad):
+    "torch's fused kernels on a CPU go by the order in memory: where a gradient lies otherwise than its weight, they take its numbers for those of other places"
+    start, grads = torch.randn(8, 4, 3, 3), torch.randn(3, 8, 4, 3, 3)
+    def run(of_weight, of_grad):
+        w, point, bias = nn.Parameter(start.clone(memory_format=of_weight)), nn.Parameter(start[:,:,:1,:1].clone(memory_format=of_weight)), nn.Parameter(torch.ones(8))
+        o = opt([w, point, bias], lr=.1)
+        for g in grads:
+            w.grad, point.grad, bias.grad = g.clone(memory_format=of_grad), g[:,:,:1,:1].clone(memory_format=of_grad), g[:,0,0,0].clone()
+            before = w.grad
+            o.step()
+            assert w.shape == w.grad.shape == start.shape and w.is_contiguous(memory_format=of_weight) and torch.equal(before, w.grad)
+        kept = [v for v in o.state_dict()['state'][0].values() if isinstance(v, torch.Tensor)]
+        assert kept and all(v.shape == start.shape and v.is_contiguous(memory_format=of_weight) for v in kept)
+        return [w, point, bias, *kept]
+    for a, b in zip(run(of_weight, of_grad), run(*[torch.contiguous_format]*2)): assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_that_fails_leaves_layouts_as_they_were():
+    w, odd = nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)), nn.Parameter(torch.randn(8, 4, 3, 3))
+    w.grad, odd.grad = torch.randn_like(w), torch.randn_like(odd)
+    opt = fused_adamw([w, odd], lr=.1)
+    opt.step()
+    data, grad, opt.opt.step = w.data_ptr(), w.grad, lambda: 1/0
+    with pytest.raises(ZeroDivisionError): opt.step()
+    assert w.shape == (8, 4, 3, 3) and w.data_ptr() == data and w.grad is grad and opt.opt.state[w]['exp_avg'].stride() == w.stride() == w.grad.stride()
+
+
 def test_what_cannot_be_fused_is_refused():
     for p in (nn.Parameter(torch.ones(2, device='meta')), nn.Parameter(torch.ones(2, dtype=torch.complex64))):
         w = nn.Parameter(torch.ones(2))
