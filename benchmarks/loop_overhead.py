@@ -1,10 +1,11 @@
 """What a training loop adds to a raw PyTorch loop: fastai's, ours, Lightning's, HF Trainer's, Accelerate's.
 
-    python benchmarks/loop_overhead.py [--pairs 15] [--batches 400]
+    python benchmarks/loop_overhead.py [--pairs 15] [--batches 400] [--only]
 
 The digits of scikit-learn, a network of three linear layers (64-256-256-10), batches of 64, AdamW; every loop gets the same list of batches, so that no loader
-is measured. fastai's and ours train with their default callbacks (train/eval, recorder, progress bar). One process, one thread; every round runs all loops once,
-in random order; ratios are between the loops of one round. Peers that are not installed are left out and named: pip install lightning accelerate transformers.
+is measured. fastai's and ours train with their default callbacks (train/eval, recorder, progress bar). One process, one thread; in every round each loop runs beside the
+one that it is set against, first and last or twice between, so that a machine which grows slower or faster meanwhile does not blur the ratio. Peers that are not installed are left
+out and named: pip install lightning accelerate transformers.
 Bars: ours with a fused optimizer at most 1.15 times and 70 us a batch above the raw loop with the same optimizer; the profiler at most 10 us a batch.
 """
 import argparse
