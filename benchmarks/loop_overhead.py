@@ -167,17 +167,16 @@ def main():
     random.seed(0)
     all_loops, missing = loops(batches(args.batches))
     plain, profiled = 'fastbench, fused', 'fastbench, fused, profiled'
-    against = {k: 'raw, fused' if 'fused' in k else 'raw' for k in all_loops if not k.startswith('raw')}
-    if args.only: against = {k: o for k, o in against.items() if k in (plain, profiled)}
-    del against[profiled]
-    times = measure(all_loops, against | {profiled: plain}, args.pairs, args.batches)
+    against = {k: 'raw, fused' if 'fused' in k else 'raw' for k in all_loops if not k.startswith('raw')} | {profiled: plain}
+    if args.only: against = {k: against[k] for k in (plain, profiled)}
+    times = measure(all_loops, against, args.pairs, args.batches)
 
     def row(k): return [x/y for x, y in times[k]], [1e6*(x - y) for x, y in times[k]]
     print(f'torch {torch.__version__}, one thread, {args.pairs} rounds of 4 x {args.batches} batches each; medians, quartiles in brackets')
     print(f'{"loop":28}{"us a batch":>11}{"times":>8}{"":14}{"us above":>10}{"":14}against')
     for k in times:
         (r1, r2, r3), (a1, a2, a3) = (quantiles(o, n=4) for o in row(k))
-        print(f'{k:28}{1e6*median(x for x, _ in times[k]):>11.0f}{r2:>8.2f} {f"[{r1:.2f}, {r3:.2f}]":13}{a2:>10.0f} {f"[{a1:.0f}, {a3:.0f}]":13}{(against | {profiled: plain})[k]}')
+        print(f'{k:28}{1e6*median(x for x, _ in times[k]):>11.0f}{r2:>8.2f} {f"[{r1:.2f}, {r3:.2f}]":13}{a2:>10.0f} {f"[{a1:.0f}, {a3:.0f}]":13}{against[k]}')
     if missing: print(f'not installed, left out: {", ".join(missing)}')
 
     same = args.only or all(torch.equal(a, b) for a, b in zip(all_loops['fastai'][1].parameters(), all_loops['fastbench'][1].parameters()))
