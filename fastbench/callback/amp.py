@@ -19,6 +19,7 @@ from torch.amp import GradScaler, autocast
 
 from .device import train_device
 from .ending import forget, when_cut
+from .taps import LiveTaps
 from ..recipe import UserError
 
 # %% ../../nbs/11_callback.amp.ipynb #3cb28e26
@@ -108,7 +109,7 @@ class Scaler(GradScaler):
 # %% ../../nbs/11_callback.amp.ipynb #e47af1d7
 class MixedPrecision(FastaiMixedPrecision):
     "Mixed precision in fp16 (scaled loss) or bf16, on the device that is really used"
-    order = FastaiMixedPrecision.order
+    order,_learn = FastaiMixedPrecision.order,None
     def __init__(self,
         amp_mode:str|AMPMode=AMPMode.FP16, # 'fp16' or 'bf16'
         allow_emulation:bool=False, # Accept a bf16 that the device only emulates
@@ -116,7 +117,14 @@ class MixedPrecision(FastaiMixedPrecision):
     ):
         super().__init__(amp_mode, **kwargs)
         self.allow_emulation,self.emulated,self._scaler,self._device,self._cast = allow_emulation,False,None,None,None
-        self.scales,self.skipped,self._grads,self._held = [],[],None,[]
+        self.scales,self.skipped,self._grads,self._held,self._taps = [],[],None,[],LiveTaps()
+
+    @property
+    def learn(self): return self._learn
+    @learn.setter
+    def learn(self, v):
+        if v is None: self._taps.learn = None
+        self._learn = v
 
     @property
     def dtype(self): return torch.float16 if self.amp_mode == AMPMode.FP16 else torch.bfloat16
@@ -130,6 +138,9 @@ class MixedPrecision(FastaiMixedPrecision):
         self._load_scale()
         self.learn.scaler = self._scaler
         when_cut(self.learn, self._restore)
+        if device.type == 'cpu' and self.amp_mode == AMPMode.BF16:
+            self._taps.learn = self.learn
+            self._taps.before_fit()
 
     def before_batch(self): self.learn.model = self._cast = _Cast(self.learn, self.learn.model, self._device, self.dtype)
     def after_pred(self): self.learn.pred = to_float(self.pred)
@@ -149,6 +160,7 @@ class MixedPrecision(FastaiMixedPrecision):
     def after_fit(self):
         self._restore()
         forget(self.learn, self._restore)
+        if self._taps.learn is not None: self._taps.after_fit()
 
 # %% ../../nbs/11_callback.amp.ipynb #b738c433
 @patch

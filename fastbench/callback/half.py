@@ -112,7 +112,7 @@ _dtypes = {'bf16': 'bf16', 'fp16': 'fp16', torch.bfloat16: 'bf16', torch.float16
 
 class HalfPrecision(MixedPrecision):
     "Compute each batch with weights, activations and gradients in bf16 or fp16; batch norm, optimizer and loss in fp32"
-    order,name,_learn,_cast = MixedPrecision.order,'mixed_precision',None,None
+    order,name,_cast = MixedPrecision.order,'mixed_precision',None
     def __init__(self,
         dtype:str='bf16', # 'bf16' or 'fp16'
         loss_scale:str|float|None=None, # 'dynamic', or a fixed number; None: dynamic in fp16, none in bf16, which has the range of fp32
@@ -136,7 +136,7 @@ class HalfPrecision(MixedPrecision):
         if v is None and self._learn is not None:  # taken off, perhaps in mid-fit
             if self._is_open(): raise UserError('half precision cannot be taken off between forward and backward of a batch; do it in after_batch')
             self._drop()
-        self._learn = v
+        MixedPrecision.learn.fset(self, v)
 
     def before_fit(self):
         device = train_device(self.learn).type

@@ -1,0 +1,154 @@
+"Convolutions that leave out what of a kernel never meets the input"
+import copy
+from contextlib import redirect_stdout
+from io import StringIO
+from itertools import product
+
+import pytest
+import torch
+from fastai.callback.core import Callback
+from fastai.callback.progress import ProgressCallback  # noqa: F401  (a default callback)
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
+from torch import nn
+
+from fastbench.callback.amp import MixedPrecision, native_bf16
+from fastbench.callback.half import HalfPrecision
+from fastbench.callback.taps import LiveTaps, _conv_forward, _cut, _taps
+
+CPU = torch.device('cpu')
+KINDS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+@pytest.mark.parametrize('size, kernel, stride, dilation', [*product(range(1, 8), (1, 2, 3, 5), (1, 2, 3, 4), (1, 2, 5))])
+def test_a_large_map_meets_every_tap(size, kernel, stride, dilation):
+    "What `_cut` says without counting"
+    for pad in range(dilation*(kernel-1)+1):
+        if size >= dilation*(kernel-1) + stride: assert _taps(size, kernel, stride, dilation, pad, pad)[1:] == (0, kernel-1)
+
+
+@pytest.mark.parametrize('dims, sizes', [(1, (1,)), (1, (3,)), (2, (1, 1)), (2, (2, 3)), (2, (8, 1)), (2, (5, 5)), (3, (1, 2, 1))])
+@pytest.mark.parametrize('kwargs', [dict(kernel_size=k, stride=s, padding=p, dilation=d, groups=g)
+                                    for k, s, p, d, g in [(3, 2, 1, 1, 1), (3, 1, 1, 1, 2), (5, 3, 2, 1, 1), (5, 1, 2, 1, 1), (7, 2, 3, 1, 1), (3, 1, 6, 6, 4), (3, 2, 2, 1, 1), (4, 2, 3, 1, 1)]]
+                         + [dict(kernel_size=k, padding='same', dilation=d) for k, d in [(3, 1), (4, 1), (5, 3)]])
+def test_the_same_numbers(dims, sizes, kwargs):
+    torch.manual_seed(0)
+    conv, x = KINDS[dims](4, 8, **kwargs).double(), torch.randn(2, 4, *sizes, dtype=torch.double)
+    for x in (x, x[0]):
+        res = []
+        for f in (lambda *args: type(conv)._conv_forward(conv, *args), lambda *args: _conv_forward(conv, *args)):
+            x = x.detach().clone().requires_grad_()
+            conv.zero_grad()
+            y = f(x, conv.weight, conv.bias)
+            y.square().sum().backward()
+            res.append((y, x.grad, conv.weight.grad, conv.bias.grad))
+        for a, b in zip(*res): torch.testing.assert_close(a, b)
+
+
+def test_what_is_cut():
+    conv = nn.Conv2d(4, 8, 3, 2, 1)
+    assert _cut(conv, (1, 1)) == ((slice(None), slice(None), slice(1, 2), slice(1, 2)), [0, 0, 0, 0])
+    assert _cut(conv, (8, 1))[0][2:] == (slice(0, 3), slice(1, 2)) and _cut(conv, (3, 3)) is None and _cut(conv, (224, 224)) is None
+    assert _cut(nn.Conv2d(4, 8, 3, 1, 6, 6), (5, 5))[0][2:] == (slice(1, 2), slice(1, 2))
+
+
+def net(): return nn.Sequential(nn.Conv2d(3, 64, 3, 2, 1), nn.ReLU(), nn.Conv2d(64, 128, 3, 2, 1), nn.ReLU(), nn.Conv2d(128, 128, 5, 1, 2), nn.Flatten(), nn.Linear(128, 3))
+
+
+def dirty():
+    "Leave NaNs where the next gradients will be"
+    for n in (3*64*9, 64*128*9, 128*128*25): torch.full((n,), float('nan'), dtype=torch.bfloat16)
+
+
+class Watch(Callback):
+    order = -100
+    def __init__(self): self.on, self.grads = [], []
+    def before_batch(self): self.on.append(sum('_conv_forward' in vars(m) for m in self.learn.model.modules()))
+    def before_backward(self): dirty()
+    def before_step(self): self.grads.append([p.grad.clone() for p in self.learn.model.parameters()])
+
+
+def make(*cbs, cls=Learner, model=None):
+    torch.manual_seed(0)
+    batches = [(torch.randn(8, 3, 2, 2), torch.arange(8) % 3) for _ in range(2)]
+    learn = cls(DataLoaders(batches, batches), model or net(), loss_func=nn.CrossEntropyLoss(), lr=0., cbs=[Watch(), *cbs])
+    return learn
+
+
+def fit(learn, *args, **kwargs):
+    with redirect_stdout(StringIO()): learn.fit(1, *args, **kwargs)
+    return learn
+
+
+def left(learn): return [m for m in learn.model.modules() if '_conv_forward' in vars(m)]
+
+
+PRECISIONS = [pytest.param(o, id=o.__name__) for o in (MixedPrecision, HalfPrecision)]
+bf16 = pytest.mark.skipif(not native_bf16(CPU), reason='this processor does not multiply bf16')
+
+
+@bf16
+@pytest.mark.parametrize('cls', PRECISIONS)
+def test_gradients_in_bf16(cls):
+    exact, ours = fit(make()), fit(make(cls('bf16')))
+    for a, b in zip(exact.watch.grads, ours.watch.grads):
+        for x, y in zip(a, b): assert (x - y).norm() < .1*x.norm() + 1e-6
+    assert set(ours.watch.on) == {3} and set(exact.watch.on) == {0} and not left(ours)
+
+
+class Fail(Callback):
+    def __init__(self, e): self.e = e
+    def after_pred(self): raise self.e
+
+
+@bf16
+@pytest.mark.parametrize('cls', PRECISIONS)
+@pytest.mark.parametrize('e', [ValueError, KeyboardInterrupt])
+def test_off_when_a_fit_is_cut(cls, e):
+    learn = make(cls('bf16'))
+    with pytest.raises(e): fit(learn, cbs=Fail(e('no')))
+    assert not left(learn)
+
+
+@bf16
+@pytest.mark.parametrize('cls', PRECISIONS)
+def test_off_when_removed_and_on_through_a_validation_inside(cls):
+    class Inside(Callback):
+        order = 90
+        def after_batch(self):
+            if self.training and self.iter == 0: self.learn._do_epoch_validate(dl=self.dls[1]), self.learn.model.train()
+    learn = make(cls('bf16'))
+    fit(learn, cbs=Inside())
+    assert set(learn.watch.on) == {3} and not left(learn)
+
+    class Remove(Callback):
+        order = 90
+        def after_batch(self): self.learn.remove_cb(cls)
+    learn = make(cls('bf16'))
+    fit(learn, cbs=Remove())
+    assert learn.watch.on[0] == 3 and set(learn.watch.on[1:]) == {0} and not left(learn)
+
+
+@bf16
+@pytest.mark.parametrize('cls', PRECISIONS)
+def test_a_validation_and_predictions_by_themselves(cls):
+    learn = make(cls('bf16'))
+    with redirect_stdout(StringIO()): learn.validate(), learn.get_preds(dl=learn.dls[1])
+    assert set(learn.watch.on) == {3} and not left(learn)
+
+
+def test_what_is_left_alone():
+    class Own(nn.Conv2d):
+        def _conv_forward(self, x, weight, bias): return super()._conv_forward(x, weight, bias)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, padding_mode='circular'), Own(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 3, 2), nn.Flatten(), nn.LazyLinear(3))
+    model(torch.randn(2, 3, 2, 2))
+    assert set(fit(make(LiveTaps(), model=model)).watch.on) == {0}
+
+
+def test_a_copy_computes_with_its_own_weights():
+    learn, copies = make(LiveTaps()), []
+    class Copy(Callback):
+        def before_batch(self): copies.append(copy.deepcopy(self.learn.model))
+    fit(learn, cbs=Copy())
+    for p in copies[0].parameters(): p.data.zero_()
+    assert not copies[0](torch.randn(2, 3, 2, 2)).any()
