@@ -3,7 +3,8 @@
     python benchmarks/loop_overhead.py [--pairs 15] [--batches 400] [--only]
 
 The digits of scikit-learn, a network of three linear layers (64-256-256-10), batches of 64, AdamW; every loop gets the same list of batches, so that no loader
-is measured. fastai's and ours train with their default callbacks (train/eval, recorder, progress bar). One process, one thread; in every round each loop runs beside the
+is measured. fastai's and ours train with their default callbacks (train/eval, recorder, progress bar); "one-cycle" is their
+`fit_one_cycle` and PyTorch's `OneCycleLR`. One process, one thread; in every round each loop runs beside the
 one that it is set against, first and last or twice between, so that a machine which grows slower or faster meanwhile does not blur the ratio. Peers that are not installed are left
 out and named: pip install lightning accelerate transformers.
 Bars: ours with a fused optimizer at most 1.15 times and 70 us a batch above the raw loop with the same optimizer; the profiler at most 10 us a batch.
@@ -24,12 +25,14 @@ warnings.filterwarnings('ignore')
 
 import torch
 from fastai.callback.progress import ProgressCallback  # noqa: F401  (a default callback)
+from fastai.callback.schedule import ParamScheduler  # noqa: F401  (adds Learner.fit_one_cycle)
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import OneCycleLR
 
 import fastbench.callback.profiler  # noqa: F401  (adds Learner.profile)
 from fastbench.loop import FastLoop
@@ -54,15 +57,17 @@ def mlp():
 def adamw(params, fused): return torch.optim.AdamW(params, lr=LR, weight_decay=WD, fused=fused)
 
 
-def raw(b, fused):
+def raw(b, fused, cycle=False):
     model = mlp()
     opt = adamw(model.parameters(), fused)
     def fit():
         model.train()
+        schedule = OneCycleLR(opt, LR, len(b)) if cycle else None
         for x, y in b:
             loss = cross_entropy(model(x), y)
             loss.backward()
             opt.step()
+            if cycle: schedule.step()
             opt.zero_grad()
     return fit, model
 
@@ -70,6 +75,9 @@ def raw(b, fused):
 def fastai(b, cls, opt_func=None):
     learn = cls(DataLoaders(b, []), mlp(), loss_func=cross_entropy, lr=LR, wd=WD, **({} if opt_func is None else dict(opt_func=opt_func)))
     return lambda: learn.fit(1), learn.model, learn
+
+
+def cycled(learn): return lambda: learn.fit_one_cycle(1), learn.model
 
 
 def profiled(learn):
@@ -131,6 +139,8 @@ def loops(b):
     wrapped = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
     res = {'raw': raw(b, None), 'raw, fused': raw(b, True), 'fastai': fastai(b, Learner), 'fastai, fused': fastai(b, Learner, wrapped),
            'fastbench': fastai(b, FastLoop), 'fastbench, fused': fastai(b, FastLoop, fused_adamw)}
+    res['raw, fused, one-cycle'] = raw(b, True, cycle=True)
+    res |= {f'{k}, one-cycle': cycled(res[k][2]) for k in ('fastai, fused', 'fastbench, fused')}
     res['fastbench, fused, profiled'] = profiled(res['fastbench, fused'][2])
     missing = []
     for name, f in {'Accelerate, fused': accelerate, 'Lightning, fused': lightning, 'HF Trainer, fused': trainer}.items():
@@ -167,16 +177,17 @@ def main():
     random.seed(0)
     all_loops, missing = loops(batches(args.batches))
     plain, profiled = 'fastbench, fused', 'fastbench, fused, profiled'
-    against = {k: 'raw, fused' if 'fused' in k else 'raw' for k in all_loops if not k.startswith('raw')} | {profiled: plain}
+    def reference(k): return plain if k == profiled else 'raw' + ', fused'*('fused' in k) + ', one-cycle'*('one-cycle' in k)
+    against = {k: reference(k) for k in all_loops if not k.startswith('raw')}
     if args.only: against = {k: against[k] for k in (plain, profiled)}
     times = measure(all_loops, against, args.pairs, args.batches)
 
     def row(k): return [x/y for x, y in times[k]], [1e6*(x - y) for x, y in times[k]]
     print(f'torch {torch.__version__}, one thread, {args.pairs} rounds of 4 x {args.batches} batches each; medians, quartiles in brackets')
-    print(f'{"loop":28}{"us a batch":>11}{"times":>8}{"":14}{"us above":>10}{"":14}against')
+    print(f'{"loop":28}{"us a batch":>11}{"times":>8}{"":14}{"us above":>10}{"":15}against')
     for k in times:
         (r1, r2, r3), (a1, a2, a3) = (quantiles(o, n=4) for o in row(k))
-        print(f'{k:28}{1e6*median(x for x, _ in times[k]):>11.0f}{r2:>8.2f} {f"[{r1:.2f}, {r3:.2f}]":13}{a2:>10.0f} {f"[{a1:.0f}, {a3:.0f}]":13}{against[k]}')
+        print(f'{k:28}{1e6*median(x for x, _ in times[k]):>11.0f}{r2:>8.2f} {f"[{r1:.2f}, {r3:.2f}]":13}{a2:>10.0f} {f"[{a1:.0f}, {a3:.0f}]":13} {against[k]}')
     if missing: print(f'not installed, left out: {", ".join(missing)}')
 
     same = args.only or all(torch.equal(a, b) for a, b in zip(all_loops['fastai'][1].parameters(), all_loops['fastbench'][1].parameters()))

@@ -13,7 +13,7 @@ from fastai.callback.core import Callback, CancelBackwardException, CancelBatchE
 from fastai.callback.core import CancelStepException, CancelTrainException, CancelValidException, TrainEvalCallback, event
 from fastai.callback.fp16 import MixedPrecision  # noqa: F401
 from fastai.callback.progress import ProgressCallback
-from fastai.callback.schedule import Learner
+from fastai.callback.schedule import Learner, ParamScheduler, SchedCos, SchedExp, combine_scheds, combined_cos
 from fastai.callback.tracker import EarlyStoppingCallback, SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip, ShortEpochCallback
 from fastai.data.core import DataLoaders, Datasets
@@ -23,7 +23,8 @@ from fastai.metrics import F1Score, accuracy
 from fastai.torch_core import TensorBase, defaults
 from torch import nn
 
-from fastbench.loop import FastLoop, LeanRecorder, SmoothLoss
+from fastbench.callback.lean import LeanRecorder, SmoothLoss, _plain
+from fastbench.loop import FastLoop
 
 EVENTS = [o for o in vars(event) if o.startswith(('before_', 'after_'))]
 CANCELS = [CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
@@ -92,6 +93,45 @@ def agree(use, **kwargs):
 def test_fit_and_one_cycle():
     res = agree(lambda learn: (learn.fit(2, .1), learn.fit_one_cycle(2, .1), learn.validate(), learn.get_preds(), learn.fine_tune(1)))
     assert res['error'] is None and len(res['losses']) == 7 and len(res['seen']) > 200
+
+
+@pytest.mark.parametrize('how', [lambda o: o.fit_one_cycle(2, slice(1e-3, .1)), lambda o: o.fit_flat_cos(2, .1), lambda o: o.fit_sgdr(2, 1, .1),
+                                 lambda o: o.fit(2, cbs=ParamScheduler(dict(lr=SchedExp(.1, .01), mom=lambda pct: .9 - pct/10)))])
+def test_schedules(how):
+    "Same weights, rates and record as fastai's `ParamScheduler`"
+    def use(learn):
+        learn.splitter = lambda m: [list(m[:2].parameters()), list(m[2:].parameters())]
+        how(learn)
+        learn.recorder.values.append([*map(str, learn.recorder.hps.values())])
+    assert agree(use)['error'] is None
+
+
+def test_a_schedule_changed_in_mid_fit():
+    class Change(Callback):
+        def before_batch(self):
+            if self.train_iter == 3: self.learn.param_scheduler.scheds = dict(lr=combined_cos(.5, .3, .2, .1), mom=lambda pct: .5)
+    assert agree(lambda o: o.fit_one_cycle(1, .1), cbs=[Change])['lrs'][-1] < .2
+
+
+def test_a_scheduler_stays_the_same_object_and_ones_own_class_its_own():
+    class Mine(ParamScheduler): pass
+    learn, sched, mine = make(FastLoop), ParamScheduler(dict(lr=combined_cos(.5, .1, .2, .1))), Mine(dict(mom=lambda pct: .9))
+    with redirect_stdout(StringIO()): learn.fit(1, cbs=[sched, mine])
+    assert isinstance(sched, ParamScheduler) and sched.name == 'param_scheduler' and type(mine) is Mine and sched not in learn.cbs
+    assert learn.recorder.lrs == sched.hps['lr'] and mine.hps['mom'][-1] == .9
+    plain = make(Learner)
+    with redirect_stdout(StringIO()): plain.fit(1, cbs=sched)  # goes on to work anywhere
+    assert plain.recorder.lrs == learn.recorder.lrs
+
+
+@pytest.mark.parametrize('shares', [(.25, .75), (0, 1), (1, 0), (.1, .2, .7)])
+def test_plain_schedules_are_exact(shares):
+    f = combine_scheds(shares, [SchedCos(.1*i, 1) for i in range(len(shares))])
+    g, at = _plain(f), [*torch.rand(500).tolist(), *torch.rand(500, dtype=torch.float64).tolist(), 0, *torch.tensor(shares).cumsum(0).tolist(), 1 + 1e-6, -.1]
+    def told(h, o):
+        try: return repr(h(o))
+        except (RuntimeError, ValueError) as e: return repr(e)
+    assert g is not f and [told(f, o) for o in at] == [told(g, o) for o in at]
 
 
 def test_freeze_and_lr_find(tmp_path): agree(lambda learn: (learn.lr_find(show_plot=False, num_it=15), learn.unfreeze(), learn.fit(1)), path=tmp_path)

@@ -12,7 +12,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from ..loop import LeanLoss
+from ..callback.lean import LeanLoss
 from ..recipe import UserError
 from .task import Task, decoded, encode
 from .tokenize import by_text

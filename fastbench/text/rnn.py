@@ -25,7 +25,7 @@ from fastai.torch_core import num_distrib, rank_distrib, to_detach
 from fastcore.meta import delegates
 from torch import nn
 
-from ..loop import LeanLoss
+from ..callback.lean import LeanLoss
 from ..recipe import UserError, unknown
 from .sources import TextSet, load_text_source
 from ..training import BenchLearner, find_device
