@@ -449,6 +449,14 @@ def test_target_ends_the_fit():
     assert 0 < cb.seconds < cb.total_seconds and [o[1] for o in cb.history] == sorted(o[1] for o in cb.history)
 
 
+@pytest.mark.parametrize('right, of, kwargs', [(304, 320, {}), (19, 20, {}), (1, 3, dict(comp=np.less)), (9_400, 10_000, {})])
+def test_target_in_fp32_is_reached_by_as_many_as_it_takes(right, of, kwargs):
+    value = torch.tensor(right/of).item()
+    for off in (1, 1 + 2e-7, 1 - 2e-7): assert timed([value*off], right/of, **kwargs)[0].epochs == 1
+    worse = (right + (1 if kwargs else -1))/of
+    assert timed([worse], right/of, **kwargs)[0].reached is None
+
+
 def test_target_with_less_is_better():
     cb, _, _ = timed([.5, .2, .3], .2, comp=np.less)
     assert (cb.reached, cb.epochs) == (.2, 2)

@@ -6,7 +6,7 @@
 __all__ = ['TimeToAccuracy']
 
 # %% ../../nbs/12_callback.target.ipynb #d1cde970
-from math import isfinite, nan
+from math import isclose, isfinite, nan
 from time import perf_counter
 
 import numpy as np
@@ -64,7 +64,7 @@ def after_epoch(self:TimeToAccuracy):
     self.history.append((len(self.history), total - self._validating, v))
     if not isfinite(v): return
     if self.best is None or self.comp(v, self.best): self.best = v
-    if v == self.target or self.comp(v, self.target):
+    if isclose(v, self.target, rel_tol=1e-6) or self.comp(v, self.target):
         self.reached,self.seconds,self.total_seconds,self.epochs = v,total - self._validating,total,len(self.history)
         raise CancelFitException(f'{self.metric} has reached {self.target}')
 
