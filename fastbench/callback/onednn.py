@@ -10,13 +10,12 @@ from time import perf_counter
 from types import MethodType
 
 import torch
-from fastai.callback.fp16 import MixedPrecision
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from .compiling import Compile
-from .device import train_device
+from .device import train_device, train_precision
 from .ending import DuringFit
 from ..recipe import UserError
 
@@ -79,8 +78,7 @@ class OneDNNLinear(DuringFit):
     _layers = ()
     def switch_on(self):
         learn = self.learn
-        amp = next((o for o in learn.cbs if isinstance(o, MixedPrecision)), None)
-        check_onednn(train_device(learn), getattr(amp and amp.amp_mode, 'value', 'fp32'), any(isinstance(o, Compile) for o in learn.cbs))
+        check_onednn(train_device(learn), train_precision(learn), any(isinstance(o, Compile) for o in learn.cbs))
         self._layers = [m for m in learn.model.modules() if type(m).forward is nn.Linear.forward and 'forward' not in vars(m)]
         if not self._layers: raise UserError(f'onednn has no effect: {type(learn.model).__name__} has no linear layer; leave it out')
         for m in self._layers: m.forward = MethodType(_forward, m)

@@ -16,7 +16,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from .ending import forget, when_cut
-from .device import DeviceClock, train_device
+from .device import DeviceClock, train_device, train_precision
 from .stamps import COMPILE, FIRST, LAST, Stopwatch, UNSCALE, UNSCALED
 from .timed import TimedLoader
 from .trace import Trace
@@ -209,13 +209,6 @@ def _end(self:Profiler, interrupted=False):
     if self._options['flops'] and not interrupted: self._count()
 
 # %% ../../nbs/10_callback.profiler.ipynb #bc6e61d5
-def _precision(learn):
-    "fp16 or bf16 under mixed precision (fastai's own works on CUDA only), else the weights' own"
-    amp = next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
-    p = next(learn.model.parameters())
-    if amp is not None and (p.device.type == 'cuda' or type(amp) is not MixedPrecision): return getattr(amp.amp_mode, 'value', amp.amp_mode)
-    return {torch.float16: 'fp16', torch.bfloat16: 'bf16'}.get(p.dtype, 'fp32')
-
 def _efficiency(self):
     learn,step = self.learn,stats(self.watch.profile.steps['train'], 'step')
     if not self._batch or not step['mean']: return None
@@ -223,7 +216,7 @@ def _efficiency(self):
     n = getattr(learn.dls, 'n_inp', 1 if len(b) == 1 else len(b)-1)
     xb,yb = b[:n],b[n:]
     samples = stats(self.watch.profile.steps['train'], 'samples')['mean']
-    precision,device = _precision(learn),next(learn.model.parameters()).device
+    precision,device = train_precision(learn),next(learn.model.parameters()).device
     flops = count_flops(learn.model, learn.loss_func, xb, yb)/len(yb[0] if yb else xb[0])
     peak,reached = matmul_peak(device, precision),flops*samples/step['mean']
     return dict(flops_per_sample=flops, flops_per_second=reached, peak=peak, share=reached/peak, precision=precision)
