@@ -27,7 +27,7 @@ from .callback.limit import FirstBatches
 from .callback.logger import LogPhases
 from .callback.onednn import OneDNNLinear
 from .callback.profiler import Profiler
-from .callback.taps import LiveTaps
+from .callback.smallmaps import SmallMaps
 from .callback.target import TimeToAccuracy
 from .callback.tta import FlipTTA
 from .ab import ab

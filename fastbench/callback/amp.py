@@ -19,7 +19,7 @@ from torch.amp import GradScaler, autocast
 
 from .device import train_device
 from .ending import forget, when_cut
-from .taps import LiveTaps
+from .smallmaps import SmallMaps
 from ..recipe import UserError
 
 # %% ../../nbs/11_callback.amp.ipynb #3cb28e26
@@ -117,13 +117,13 @@ class MixedPrecision(FastaiMixedPrecision):
     ):
         super().__init__(amp_mode, **kwargs)
         self.allow_emulation,self.emulated,self._scaler,self._device,self._cast = allow_emulation,False,None,None,None
-        self.scales,self.skipped,self._grads,self._held,self._taps = [],[],None,[],LiveTaps()
+        self.scales,self.skipped,self._grads,self._held,self._small_maps = [],[],None,[],SmallMaps()
 
     @property
     def learn(self): return self._learn
     @learn.setter
     def learn(self, v):
-        if v is None: self._taps.learn = None
+        if v is None: self._small_maps.learn = None
         self._learn = v
 
     @property
@@ -139,8 +139,8 @@ class MixedPrecision(FastaiMixedPrecision):
         self.learn.scaler = self._scaler
         when_cut(self.learn, self._restore)
         if device.type == 'cpu' and self.amp_mode == AMPMode.BF16:
-            self._taps.learn = self.learn
-            self._taps.before_fit()
+            self._small_maps.learn = self.learn
+            self._small_maps.before_fit()
 
     def before_batch(self): self.learn.model = self._cast = _Cast(self.learn, self.learn.model, self._device, self.dtype)
     def after_pred(self): self.learn.pred = to_float(self.pred)
@@ -160,7 +160,7 @@ class MixedPrecision(FastaiMixedPrecision):
     def after_fit(self):
         self._restore()
         forget(self.learn, self._restore)
-        if self._taps.learn is not None: self._taps.after_fit()
+        if self._small_maps.learn is not None: self._small_maps.after_fit()
 
 # %% ../../nbs/11_callback.amp.ipynb #b738c433
 @patch
