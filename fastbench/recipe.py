@@ -305,7 +305,7 @@ register_ladder(Recipe('dawn', 'CIFAR-10 to 94%, one line after another; publish
 # %% ../nbs/00_recipe.ipynb #44659afb
 _on_photos = {'larger-batch': dict(bs=128, lr=.2), 'cutout': dict(bs=128, lr=.2), 'ten-epochs': dict(ema=.9), 'airbench': dict(bs=128)}
 register_ladder(Recipe('dawn-photos', 'shapes on photographs to 95%, by the rungs of dawn', data='photos', bs=32, lr=.05, target=.95, min_scale=1., **_small),
-                *(Rung(o.name, o.about, o.changes | {k: v for k,v in _on_photos.get(o.name, {}).items()}) for o in _dawn))
+                *(Rung(o.name, o.about, o.changes | _on_photos.get(o.name, {})) for o in _dawn))
 
 # %% ../nbs/00_recipe.ipynb #9e083a61
 _faster = (
