@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 from .compiling import Compile
 from .device import train_device, train_precision
 from .ending import DuringFit
+from ..flops import has_onednn, onednn_linear
 from ..recipe import UserError
 
 # %% ../../nbs/13_callback.onednn.ipynb #da51d087
@@ -29,12 +30,10 @@ def check_onednn(device='cpu', # Where the training is
     if kind != 'cpu': raise UserError(f'onednn has no effect on {kind}: it is a library for CPUs; leave it out')
     if precision != 'fp32': raise UserError(f'onednn has no effect in {precision}: PyTorch multiplies 16 bits by oneDNN as it is; leave it out')
     if compiled: raise UserError('onednn has no effect on a compiled model: torch.compile chooses how to multiply; leave one of the two out')
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, '_linear_pointwise')):
+    if not has_onednn():
         raise UserError(f'onednn: PyTorch {torch.__version__} was built without oneDNN here; leave it out')
 
 # %% ../../nbs/13_callback.onednn.ipynb #2c865e1c
-def _product(x, w, b=None): return torch.ops.mkldnn._linear_pointwise(x, w, b, 'none', [], '')
-
 def linear_speed(tokens:int=512, # Rows of the input
                  n_in:int=768, # Features of the input
                  n_out:int=3072, # Features of the output
@@ -44,7 +43,7 @@ def linear_speed(tokens:int=512, # Rows of the input
     check_onednn()
     x,w,took = torch.randn(tokens, n_in),torch.randn(n_out, n_in),dict(usual=[], onednn=[])
     for i in range(repeats+1):
-        for k,f in (('usual', linear), ('onednn', _product)):
+        for k,f in (('usual', linear), ('onednn', onednn_linear)):
             t = perf_counter()
             f(x, w)
             took[k].append(perf_counter() - t)
@@ -55,14 +54,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b):
         ctx.save_for_backward(x, w)
-        return _product(x, w, b)
+        return onednn_linear(x, w, b)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
         (x,w),(for_x,for_w,for_b) = ctx.saved_tensors,ctx.needs_input_grad
         rows = g.flatten(0, -2)
-        return (_product(g, w.t()) if for_x else None, _product(rows.t(), x.flatten(0, -2).t()) if for_w else None, rows.sum(0) if for_b else None)
+        return (onednn_linear(g, w.t()) if for_x else None, onednn_linear(rows.t(), x.flatten(0, -2).t()) if for_w else None, rows.sum(0) if for_b else None)
 
 # %% ../../nbs/13_callback.onednn.ipynb #893140e4
 _least = 2**22  # multiplications: some 0.1 ms

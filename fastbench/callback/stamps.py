@@ -90,7 +90,7 @@ def replay(self:Stopwatch):
     if marks.count(DRAW) > 32:  # below that numpy costs more than it saves
         begun,end = marks.index(DRAW)+1,marks.rindex(DRAW)+1
         self._credit(marks[:begun], times[:begun], counts)
-        if self._credit_steps(marks[begun-1:end], np.array(times[begun-1:end]), counts): begun = end
+        if self._credit_steps(marks[begun-1:end], np.fromiter(times[begun-1:end], float), counts): begun = end
     self._credit(marks[begun:], times[begun:], counts)
     self.due = self.t + .25
 
@@ -114,7 +114,7 @@ def _credit_steps(self:Stopwatch, marks, times, counts): # False: not all of the
     for kind in kinds:
         here = slice(None) if len(kinds) == 1 else np.array([o == kind for o in steps])
         for i,m in enumerate((DRAW, *kind)): rows[here,self.column[m]] += took[draws[:-1][here]+i]
-    rows[:,[1,2,4]],rows[:,3] = np.array([*islice(counts, 3*len(steps))], dtype=float).reshape(-1, 3),np.diff(times[draws])
+    rows[:,[1,2,4]],rows[:,3] = np.fromiter(islice(counts, 3*len(steps)), float).reshape(-1, 3),np.diff(times[draws])
     self.profile.steps[self.phase].add_all(rows)
     self.t = times[-1].item()
     self._open_step()

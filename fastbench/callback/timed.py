@@ -20,9 +20,9 @@ def _later(n): return int(n) if n.device.type == 'cpu' else n.to('cpu', non_bloc
 def batch_size(b # A batch: tensors in tuples, lists and dicts
     )->tuple: # samples, tokens, tokens with padding (0 where the batch does not say; a tensor still on its way where it is on a device)
     "How many samples and tokens `b` holds"
-    while True:
+    while type(b) is not Tensor:
         if isinstance(b, (tuple, list)): b = b[0] if b else None
-        elif type(b) is Tensor or not isinstance(b, Mapping): break
+        elif not isinstance(b, Mapping): break
         else:
             mask = b.get('attention_mask')
             if mask is not None: return len(mask), _later(mask.sum()), mask.numel()
