@@ -36,9 +36,14 @@ def count_flops(model, # The model, on its device
 # %% ../nbs/07_flops.ipynb #d17fbe31
 DTYPES = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16)
 
-def has_onednn(): return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, '_linear_pointwise')
+def has_onednn():
+    "Can this PyTorch compute linear layers by oneDNN?"
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, '_linear_pointwise')
 
-def onednn_linear(x, w, b=None): # as for torch.nn.functional.linear
+def onednn_linear(x, # Inputs, [..., features]
+                  w, # Weights, [outputs, features]
+                  b=None, # Bias, [outputs]
+    ): # [..., outputs]
     "A linear layer by oneDNN, on a CPU"
     return torch.ops.mkldnn._linear_pointwise(x, w, b, 'none', [], '')
 
