@@ -233,3 +233,11 @@ def test_on_cuda(mode):
     learn.fit(2)
     assert learn.mixed_precision._device == 'cuda'
     clean(learn)
+
+
+def test_signatures_are_their_own():
+    from inspect import signature
+
+    from fastbench.callback.half import HalfPrecision
+    assert [*signature(MixedPrecision).parameters] == ['amp_mode', 'allow_emulation', 'kwargs']
+    assert [*signature(HalfPrecision).parameters] == ['dtype', 'loss_scale', 'clip', 'allow_emulation', 'kwargs']

@@ -109,7 +109,7 @@ class Scaler(GradScaler):
 # %% ../../nbs/11_callback.amp.ipynb #e47af1d7
 class MixedPrecision(FastaiMixedPrecision):
     "Mixed precision in fp16 (scaled loss) or bf16, on the device that is really used"
-    order,_learn = FastaiMixedPrecision.order,None
+    order,_learn,__signature__ = FastaiMixedPrecision.order,None,None  # the signature that fastai's class carries is not that of ours
     def __init__(self,
         amp_mode:str|AMPMode=AMPMode.FP16, # 'fp16' or 'bf16'
         allow_emulation:bool=False, # Accept a bf16 that the device only emulates
