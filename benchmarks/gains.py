@@ -37,9 +37,11 @@ from fastbench.recipe import UserError, get_recipe, unknown
 
 # Changes: each is a function of a Learner, or the recipe's fields that it sets
 
-def _channels_last(learn):
-    from fastbench.callback.channelslast import ChannelsLast
-    learn.add_cb(ChannelsLast())
+def _channels_last(**kwargs):
+    def f(learn):
+        from fastbench.callback.channelslast import ChannelsLast
+        learn.add_cb(ChannelsLast(**kwargs))
+    return f
 
 def _compile(learn):
     from fastbench.callback.compiling import Compile
@@ -61,7 +63,8 @@ def _opt(impl):
 
 CHANGES = {
     'nothing': lambda learn: None,  # A/A: how quiet is the machine?
-    'channels-last': _channels_last,
+    'channels-last': _channels_last(),
+    'layout': _channels_last(im2col=False),  # and nothing but that
     'compile': _compile,
     'bf16': dict(precision='bf16'),
     'fp16': dict(precision='fp16'),

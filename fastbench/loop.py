@@ -29,22 +29,30 @@ _events = _gated | {'after_cancel_step'}  # the events of a batch
 _order = attrgetter('order')
 def _whole(cb): return type(cb).__call__ is not Callback.__call__ or hasattr(type(cb), 'training') or 'training' in vars(cb)
 
+def _silent(cb): return getattr(cb if isinstance(cb, type) else type(cb), 'by_stamps', False)  # needs no event of a batch: the loop leaves its marks
+
 class _Listeners(dict):
     "Event of a batch -> the callbacks that listen, in order, each with whether it is to be called as a whole; the marks of its edges"
     def __init__(self, learn):
-        self.cbs,self.orders,self.sizes = list(learn.cbs),[*map(_order, learn.cbs)],[len(vars(o)) for o in learn.cbs]
-        cbs = [(cb, _whole(cb)) for cb in learn.cbs.sorted('order') if not getattr(type(cb), 'by_stamps', False)]
+        self.cbs,self.own = list(learn.cbs),self._own(learn.cbs)
+        self.orders,self.sizes = [*map(_order, self.own)],[len(vars(o)) for o in self.own]
+        cbs = [(cb, _whole(cb)) for cb in sorted(self.own, key=_order)]
         for name in _events:
             shared = hasattr(learn, name)  # of the Learner or the model: every callback passes it for its own
             own = [(cb, whole) for cb,whole in cbs if whole or shared or hasattr(type(cb), name) or name in vars(cb)]
             self[name] = own,FIRST[name],LAST[name]
 
+    def _own(self, cbs): return [o for o in cbs if not _silent(o)]
+
     def hold(self, learn):
         cbs = learn.cbs.items
-        return self.cbs == cbs and self.orders == [*map(_order, cbs)]
+        if self.cbs != cbs:
+            if self._own(cbs) != self.own: return False
+            self.cbs = list(cbs)
+        return self.orders == [*map(_order, self.own)]
 
     def quiet(self): # No callback got an attribute, which could be a method?
-        return self.sizes == [len(vars(o)) for o in self.cbs]
+        return self.sizes == [len(vars(o)) for o in self.own]
 
 # %% ../nbs/14_loop.ipynb #c24d2945
 _cancel = (CancelBatchException, CancelBackwardException, CancelEpochException, CancelFitException, CancelStepException, CancelTrainException,
@@ -102,11 +110,11 @@ class FastLoop(Learner):
         self._check()
 
     def add_cb(self, cb):
-        self._listeners = {}
+        if not _silent(cb): self._listeners = {}
         return super().add_cb(lean(cb))
 
     def remove_cb(self, cb):
-        self._listeners = {}
+        if not _silent(cb): self._listeners = {}
         return super().remove_cb(cb)
 
     def __getstate__(self): return {k: v for k,v in super().__getstate__().items() if k not in ('_listeners', '_stamp', '_known')}

@@ -212,6 +212,27 @@ def test_callbacks_come_and_go_in_mid_fit(name, how):
     assert seen[0] == seen[1] and seen[0][0]
 
 
+def test_who_listens_is_not_asked_again_for_a_profiler():
+    class Silent(Callback): by_stamps = True
+    learn = make(FastLoop)
+    learn.add_cb(Second())
+    table = learn._look()
+
+    def same():
+        learn._check()
+        return learn._listeners is table
+    learn.add_cb(Silent())
+    assert same()
+    learn.remove_cb(Silent)
+    assert same()
+    learn.cbs.append(Silent())
+    learn.second.order = -1  # at the same moment
+    assert not same()
+    table = learn._look()
+    learn.remove_cb(learn.second)
+    assert not same()
+
+
 def test_a_callback_that_is_added_while_a_validation_runs_inside_a_fit():
     class Nested(Callback):
         def after_step(self):

@@ -170,6 +170,14 @@ def test_saved_and_pickled(tmp_path):
     assert set(pickle.loads(pickle.dumps(learn.model)).state_dict()) == set(net().state_dict())
 
 
+def test_pickled_in_mid_fit():
+    class Keep(Callback):
+        def after_backward(self): self.kept = pickle.loads(pickle.dumps(self.learn.model))
+    learn = fit(make(OneDNNLinear(), Keep()))
+    x = next(iter(learn.dls.train))[0]
+    assert learn.keep.kept(x).shape == learn.model(x).shape
+
+
 def test_a_recipe_asks_for_it():
     assert not any(isinstance(o, OneDNNLinear) for o in bench_learner('docstrings-distilbert', device='cpu', sample=.1).cbs)
     assert sum(isinstance(o, OneDNNLinear) for o in bench_learner('docstrings-distilbert', device='cpu', sample=.1, onednn=True).cbs) == 1

@@ -15,6 +15,7 @@ from fastai.data.core import DataLoaders, Datasets
 from fastai.data.load import DataLoader
 from fastai.learner import load_learner
 from fastai.metrics import accuracy
+from fastai.vision.core import TensorImage
 from torch import nn
 from torch.utils.data import DataLoader as TorchDataLoader, TensorDataset
 
@@ -22,9 +23,9 @@ import fastbench.callback.profiler as profiler_module
 from fastbench.callback.profiler import Profiler
 from fastbench.callback.device import DeviceClock
 from fastbench.callback.stamps import DRAW, DRAWN, END, EVENTS, FIRST, LAST, ManualClock, Stopwatch
-from fastbench.callback.timed import TimedLoader
+from fastbench.callback.timed import TimedLoader, batch_size
 from fastbench.loop import FastLoop
-from fastbench.phases import TRAIN, VALID, rows
+from fastbench.phases import TRAIN, VALID, rows, values
 
 CANCELS = [CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
            CancelTrainException, CancelValidException]
@@ -537,7 +538,6 @@ def test_compiling_steps_are_warm_up():
     learn.model = torch.compile(learn.model, backend='eager', dynamic=False)
     learn.fit(1)
     log = learn.profiler.profile.steps['train']
-    from fastbench.phases import values
     assert values(log, 'warmup') == [1.] + [0.]*7 + [1.]
     torch._dynamo.reset()
 
@@ -582,7 +582,6 @@ def test_tokens():
     learn = make(dls=DataLoaders(*(TorchDataLoader(items(16), batch_size=4, collate_fn=collate) for _ in range(2))))
     learn.model.forward = lambda b: learn.model.lin(b['input_ids'])
     learn.fit(1)
-    from fastbench.phases import values
     assert values(learn.profiler.profile.steps['train'], 'tokens') == [14.]*4 and 'tokens/s without padding; 56.25% of what' in str(learn.profiler)
     assert learn.profiler.padding == 1-14/32
 
@@ -692,6 +691,21 @@ def test_compilation_that_fails_leaves_no_hook():
 
 # the tape of a hot loop
 
+@pytest.mark.parametrize('b,size', [((torch.ones(3, 2), torch.ones(3)), 3), ((torch.ones(2),), 2), ([torch.ones(4, 1), 0], 4), ((torch.tensor(1.), 0), 1), ((), 0), (None, 0), (7, 1),
+                                    (torch.ones(5, 2), 5), ((TensorImage(torch.ones(6, 1)), 0), 6), (((torch.ones(7, 1), 1), 0), 7), (({'x': torch.ones(8)}, 0), 8)],
+                         ids=lambda o: type(o).__name__ if not isinstance(o, int) else str(o))
+@pytest.mark.parametrize('watched', [False, True])
+def test_how_large_batches_are(b, size, watched):
+    w = Stopwatch()
+    if watched: w.watchers = (lambda *_: None,)
+    w.open()
+    w.mark(FIRST['before_train'])
+    for _ in TimedLoader([b]*40, w): w.mark(LAST['after_batch'])
+    w.close()
+    assert batch_size(b) == (size, 0, 0)
+    assert values(w.profile.steps['train'], 'samples') == [size]*40
+
+
 def plain(kind):
     "The marks of a batch by what happened in it"
     events = {'whole': ['before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step', 'after_step', 'after_batch'],
@@ -702,7 +716,8 @@ def plain(kind):
 
 @pytest.mark.parametrize('odd', [[], ['no step', 'cancelled'], ['cut off'], ['no step', 'cut off', 'cut off', 'cancelled']], ids=lambda o: '+'.join(o) or 'plain')
 @pytest.mark.parametrize('n,every', [(300, 1000), (300, 100), (40, 1000), (300, 7), (1, 1), (66, 66)])
-def test_tape(n, every, odd):
+@pytest.mark.parametrize('tokens', [0, .5, 1])
+def test_tape(n, every, odd, tokens):
     "What is credited from the tape is what marks would have credited, to the last bit, however often it is replayed"
     from fastbench.phases import Profile, to_dict
     class Random:
@@ -720,7 +735,7 @@ def test_tape(n, every, odd):
             for j,m in enumerate(plain(rng.choice(odd) if odd and i % 50 == 20 else 'whole')):
                 mark(m)
                 time(now())
-                if not j: count((rng.randrange(9), rng.randrange(5), rng.randrange(7)))
+                if not j: count((rng.randrange(9), rng.randrange(5), rng.randrange(7)) if rng.random() < tokens else rng.randrange(9))
             if taped and not i % every: w.replay()
         w.mark(END)
         w.close()

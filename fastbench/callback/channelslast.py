@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .ending import DuringFit
+from .im2col import as_before, im2col
 from ..recipe import UserError
 
 # %% ../../nbs/12_callback.channelslast.ipynb #80a2b628
@@ -41,7 +42,11 @@ def lay(p, # A parameter
 # %% ../../nbs/12_callback.channelslast.ipynb #2abab9ae
 class ChannelsLast(DuringFit, FastaiChannelsLast):
     "Weights of convolutions in channels-last layout during a fit"
-    order,name = FastaiChannelsLast.order,'channels_last'
+    order,name,_was,_convs = FastaiChannelsLast.order,'channels_last',(),()
+    def __init__(self,
+        im2col:bool=True, # In bf16 on a CPU, may convolutions on small maps be computed as one product of matrices?
+    ): self.im2col = im2col
+
     def switch_on(self):
         self._was = []
         model = self.learn.model
@@ -50,7 +55,9 @@ class ChannelsLast(DuringFit, FastaiChannelsLast):
         for p in ps:
             self._was.append((p, p.stride()))
             lay(p, p.data.contiguous(memory_format=_formats[p.ndim]).stride(), self.learn.opt)
+        if self.im2col and ps[0].device.type == 'cpu': self._convs = im2col(model)
 
     def switch_off(self):
+        as_before(self._convs)
         for p,strides in self._was: lay(p, strides, self.learn.opt)
-        self._was = []
+        self._was = self._convs = ()

@@ -71,6 +71,8 @@ def _forward(self, x):
     if x.numel()*len(w) < _least or not x.dtype == w.dtype == torch.float32 or x.ndim < 2 or torch.is_autocast_enabled('cpu'): return linear(x, w, b)
     return _Linear.apply(x, w, b)
 
+_forward.__name__ = 'forward'  # a method is pickled by its name: what is loaded has its class's own
+
 # %% ../../nbs/13_callback.onednn.ipynb #a871fbf8
 class OneDNNLinear(DuringFit):
     "Multiply the matrices of linear layers by oneDNN during a fit in fp32 on a CPU"

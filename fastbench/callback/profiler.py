@@ -28,7 +28,7 @@ from ..table import Table, frame, show as show_table
 # %% ../../nbs/10_callback.profiler.ipynb #00b58e5d
 class _Last(Callback):
     "Comes last at every event; on the Learner only during a fit"
-    order,by_stamps = float('inf'),True
+    order,by_stamps,__setattr__ = float('inf'),True,object.__setattr__
     def __init__(self, profiler): self._profiler,self._mark,self.learn = profiler,profiler.watch.mark,profiler.learn
     def __call__(self, event_name):
         if self._profiler._nested: return self._profiler._outside(event_name)
@@ -49,6 +49,7 @@ class _Unscaling(Callback):
 class Profiler(Callback):
     "Measures where the time of a fit goes; `results` is the table"
     order,by_stamps,_learn,_edges,_nested,_clock,_validation = float('-inf'),True,None,(),None,None,False
+    __setattr__ = object.__setattr__  # fastai's asks the Learner and the model, each time, whether they have that name too: 7 us
     def __init__(self,
         trace=None, # File for a Chrome/Perfetto trace of a few steps of the first fit
         trace_steps:int=10, # Steps in it
@@ -301,5 +302,10 @@ def profile(self:Learner,
 def profiling(self:Learner, **kwargs # As for `profile`
     ): # The `Profiler`, readable after the block
     "Profile what is fitted in the block, and leave the Learner as it was"
-    prof,before = Profiler(**kwargs),self._grab_cbs(Profiler)
-    with self.removed_cbs(before), self.added_cbs(prof): yield prof
+    prof,before = Profiler(**kwargs),[o for o in self.cbs if isinstance(o, Profiler)]
+    for o in before: self.remove_cb(o)
+    self.add_cb(prof)
+    try: yield prof
+    finally:
+        self.remove_cb(prof)
+        for o in before: self.add_cb(o)

@@ -15,6 +15,10 @@ from torch.nn import functional as F
 from .ending import DuringFit
 
 # %% ../../nbs/10_callback.smallmaps.ipynb #5a54616b
+def _positions(size, kernel, stride, dilation, padding): # padding: on both sides together
+    "How many positions a kernel has on a map, in each dimension"
+    return [(n + p - d*(k-1) - 1)//s + 1 for n,k,s,d,p in zip(size, kernel, stride, dilation, padding)]
+
 def _meets_all(size, positions, kernel, stride, dilation, pad):
     return all(any(0 <= o*stride - pad + i*dilation < size for o in range(positions)) for i in range(kernel))
 
@@ -23,7 +27,7 @@ def _at_risk(conv, map_size, positions=None): # positions: of the kernel in each
     if all(n >= d*(k-1) + s for n,k,s,d in zip(map_size, kernel, stride, dilation)): return False
     if len(kernel) == 3: return True
     pads = conv._reversed_padding_repeated_twice[::-1]  # after, before: of the first dimension, then of the second
-    if positions is None: positions = [(n + a + b - d*(k-1) - 1)//s + 1 for n,k,s,d,a,b in zip(map_size, kernel, stride, dilation, pads[::2], pads[1::2])]
+    if positions is None: positions = _positions(map_size, kernel, stride, dilation, map(sum, zip(pads[::2], pads[1::2])))
     return not all(map(_meets_all, map_size, positions, kernel, stride, dilation, pads[1::2]))
 
 # %% ../../nbs/10_callback.smallmaps.ipynb #918be652

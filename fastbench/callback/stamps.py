@@ -44,7 +44,7 @@ class Stopwatch:
         clock=perf_counter, # Seconds, monotonic
     ):
         self.profile,self.clock,self.running = profile or Profile(),clock,False
-        self.watchers,self.device,self.compiled,self.counts,self.taped,self.due = (),None,lambda: 0,[],[],0.
+        self.watchers,self.device,self.compiled,self.counts,self.taped = (),None,lambda: 0,[],[]
         self.look,self.looking = inf,None  # called at the first step after `look`
         self.turns = [None]*N_MARKS
         def on(f, *marks):
@@ -73,13 +73,15 @@ class Stopwatch:
 
 # %% ../../nbs/08_callback.stamps.ipynb #4ef66ae8
 @patch
-def tape(self:Stopwatch): # What to call with a mark, what with the time, what tells the time, and what to call with a `batch_size`
-    "`mark` for a hot loop, `mark(m); time(clock())`: the arithmetic follows at the next `mark` of the watch, or a few times a second"
-    if self.watchers: return self.mark,noop,noop,self._count  # they want to know at once
-    return self.taped.append,self.taped.append,self.clock,self.counts.extend
+def tape(self:Stopwatch): # What to call with a mark, what with the time, what tells the time, and what to call with a `batch_size` or its samples alone
+    "`mark` for a hot loop, `mark(m); time(clock())`: the arithmetic follows at the next `mark` of the watch, or when `replay` is called"
+    put = self.taped.append
+    return (self.mark, noop, self.clock, self._count) if self.watchers else (put, put, self.clock, self.counts.append)  # watchers want to know at once
+
+def _size(o): return (o, 0, 0) if type(o) is int else o
 
 @patch
-def _count(self:Stopwatch, size): self.samples,self.tokens,self.slots = size
+def _count(self:Stopwatch, size): self.samples,self.tokens,self.slots = _size(size)
 
 @patch
 def replay(self:Stopwatch):
@@ -92,7 +94,6 @@ def replay(self:Stopwatch):
         self._credit(marks[:begun], times[:begun], counts)
         if self._credit_steps(marks[begun-1:end], np.fromiter(times[begun-1:end], float), counts): begun = end
     self._credit(marks[begun:], times[begun:], counts)
-    self.due = self.t + .25
 
 @patch
 def _credit(self:Stopwatch, marks, times, counts):
@@ -101,7 +102,7 @@ def _credit(self:Stopwatch, marks, times, counts):
     for m,t in zip(marks, times):
         self.row[self.column[self.last]] += t - self.t
         self.last,self.t = m,t
-        if m == DRAWN: self._count([*islice(counts, 3)] or (0, 0, 0))
+        if m == DRAWN: self._count(next(counts, 0))
         elif turns[m] is not None: turns[m]()
 
 @patch
@@ -114,7 +115,9 @@ def _credit_steps(self:Stopwatch, marks, times, counts): # False: not all of the
     for kind in kinds:
         here = slice(None) if len(kinds) == 1 else np.array([o == kind for o in steps])
         for i,m in enumerate((DRAW, *kind)): rows[here,self.column[m]] += took[draws[:-1][here]+i]
-    rows[:,[1,2,4]],rows[:,3] = np.fromiter(islice(counts, 3*len(steps)), float).reshape(-1, 3),np.diff(times[draws])
+    sizes,rows[:,3] = [*islice(counts, len(steps))],np.diff(times[draws])
+    if {*map(type, sizes)} == {int}: rows[:,1] = sizes
+    else: rows[:,[1,2,4]] = [_size(o) for o in sizes]
     self.profile.steps[self.phase].add_all(rows)
     self.t = times[-1].item()
     self._open_step()
@@ -128,7 +131,7 @@ def open(self:Stopwatch):
     self.running,self.in_step,self.done = True,False,False
     self.cold = {'train', 'valid'}  # phases whose next step is a warm-up
     self.t,self.last = self.clock(),FIRST['before_fit']
-    self.since,self.due = dict(fit=self.t),self.t + .25
+    self.since = dict(fit=self.t)
     self._enter('between')
 
 @patch
