@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .ending import DuringFit
-from .im2col import as_before, im2col
+from .im2col import im2col
 from ..recipe import UserError
 
 # %% ../../nbs/12_callback.channelslast.ipynb #80a2b628
@@ -42,7 +42,7 @@ def lay(p, # A parameter
 # %% ../../nbs/12_callback.channelslast.ipynb #2abab9ae
 class ChannelsLast(DuringFit, FastaiChannelsLast):
     "Weights of convolutions in channels-last layout during a fit"
-    order,name,_was,_convs = FastaiChannelsLast.order,'channels_last',(),()
+    order,name,_was = FastaiChannelsLast.order,'channels_last',()
     def __init__(self,
         im2col:bool=True, # In bf16 on a CPU, may convolutions on small maps be computed as one product of matrices?
     ): self.im2col = im2col
@@ -55,9 +55,8 @@ class ChannelsLast(DuringFit, FastaiChannelsLast):
         for p in ps:
             self._was.append((p, p.stride()))
             lay(p, p.data.contiguous(memory_format=_formats[p.ndim]).stride(), self.learn.opt)
-        if self.im2col and ps[0].device.type == 'cpu': self._convs = im2col(model)
+        for f in im2col(model) if self.im2col and ps[0].device.type == 'cpu' else (): self.at_end(f)
 
     def switch_off(self):
-        as_before(self._convs)
         for p,strides in self._was: lay(p, strides, self.learn.opt)
-        self._was = self._convs = ()
+        self._was = ()

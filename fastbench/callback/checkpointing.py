@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from .ending import DuringFit
+from .override import override
 from ..recipe import UserError
 
 # %% ../../nbs/12_callback.checkpointing.ipynb #c5f82dab
@@ -31,13 +32,13 @@ def _once(norms):
 class _Checkpointed:
     "The forward pass of a block, to be run again"
     def __init__(self, block):
-        self.block,self.forward = block,block.forward
+        self.block = block
         self.norms = [m for m in block.modules() if isinstance(m, _NormBase)]
 
-    def __call__(self, *args, **kwargs):
-        if not (self.block.training and torch.is_grad_enabled()): return self.forward(*args, **kwargs)
+    def __call__(self, forward, *args, **kwargs):
+        if not (self.block.training and torch.is_grad_enabled()): return forward(*args, **kwargs)
         more = dict(context_fn=self._contexts) if self.norms else {}
-        return checkpoint(self.forward, *args, use_reentrant=False, **more, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **more, **kwargs)
 
     def _contexts(self): return nullcontext(), _once(self.norms)
 
@@ -61,22 +62,16 @@ class GradientCheckpointing(DuringFit):
         modules=None, # Which modules are blocks: a class, several, or a function of a module; found by structure if None
     ):
         if not isinstance(every, int) or every < 1: raise UserError(f'every={every!r} cannot be: each n-th block, a whole number from 1')
-        self.every,self.modules,self._undo = every,modules,[]
+        self.every,self.modules = every,modules
 
     def switch_on(self):
-        self._undo = []
         model = self.learn.model
         own = None if self.modules or self.every > 1 else _own_switch(model)
-        if own: return self._undo.append(own())
+        if own: return self.at_end(own())
         found = self._blocks(model)
         if not found: raise UserError(f'gradient checkpointing: {type(model).__name__} has no repeated blocks (or none that was asked for); '
                                       'name them: GradientCheckpointing(modules=MyBlock)')
-        for o in found[::self.every]:
-            o.forward = _Checkpointed(o)
-            self._undo.append(lambda o=o: delattr(o, 'forward'))
-
-    def switch_off(self):
-        while self._undo: self._undo.pop()()
+        for o in found[::self.every]: self.at_end(override(o, 'forward', _Checkpointed(o)))
 
 # %% ../../nbs/12_callback.checkpointing.ipynb #6ea1e60d
 @patch

@@ -41,10 +41,13 @@ def forget(learn, # The same Learner
 # %% ../../nbs/06_callback.ending.ipynb #6401bfee
 class DuringFit(Callback):
     "Something that is on while the Learner fits, validates or predicts, and off afterwards, however that ended"
-    _learn,_since = None,None  # since: was it a validation on its own that switched it on? None: off
+    _learn,_since,_undo = None,None,()  # since: was it a validation on its own that switched it on? None: off
 
     def switch_on(self): "Called when a fit begins"
     def switch_off(self): "Called once after it, also where `switch_on` failed half way"
+    def at_end(self, f): # For `switch_on` to say what takes back a step that it has just made
+        "Call `f` after `switch_off`"
+        self._undo = [*self._undo, f]
 
     @property
     def learn(self): return self._learn
@@ -68,4 +71,7 @@ class DuringFit(Callback):
         if self._since is None: return
         self._since = None
         forget(self.learn, self._off)
-        self.switch_off()
+        try: self.switch_off()
+        finally:
+            undo,self._undo = self._undo,()
+            for f in undo[::-1]: f()

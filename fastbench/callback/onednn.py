@@ -6,8 +6,8 @@
 __all__ = ['check_onednn', 'linear_speed', 'OneDNNLinear']
 
 # %% ../../nbs/13_callback.onednn.ipynb #89e145a0
+from functools import partial
 from time import perf_counter
-from types import MethodType
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 from .compiling import Compile
 from .device import train_device, train_precision
 from .ending import DuringFit
+from .override import override, own_method
 from ..flops import has_onednn, onednn_linear
 from ..recipe import UserError
 
@@ -66,24 +67,17 @@ class _Linear(torch.autograd.Function):
 # %% ../../nbs/13_callback.onednn.ipynb #893140e4
 _least = 2**22  # multiplications: some 0.1 ms
 
-def _forward(self, x):
-    w,b = self.weight,self.bias
-    if x.numel()*len(w) < _least or not x.dtype == w.dtype == torch.float32 or x.ndim < 2 or torch.is_autocast_enabled('cpu'): return linear(x, w, b)
+def _linear(m, f, x):
+    w,b = m.weight,m.bias
+    if x.numel()*len(w) < _least or not x.dtype == w.dtype == torch.float32 or x.ndim < 2 or torch.is_autocast_enabled('cpu'): return f(x)
     return _Linear.apply(x, w, b)
-
-_forward.__name__ = 'forward'  # a method is pickled by its name: what is loaded has its class's own
 
 # %% ../../nbs/13_callback.onednn.ipynb #a871fbf8
 class OneDNNLinear(DuringFit):
     "Multiply the matrices of linear layers by oneDNN during a fit in fp32 on a CPU"
-    _layers = ()
     def switch_on(self):
         learn = self.learn
         check_onednn(train_device(learn), train_precision(learn), any(isinstance(o, Compile) for o in learn.cbs))
-        self._layers = [m for m in learn.model.modules() if type(m).forward is nn.Linear.forward and 'forward' not in vars(m)]
-        if not self._layers: raise UserError(f'onednn has no effect: {type(learn.model).__name__} has no linear layer; leave it out')
-        for m in self._layers: m.forward = MethodType(_forward, m)
-
-    def switch_off(self):
-        for m in self._layers: vars(m).pop('forward', None)
-        self._layers = ()
+        layers = [m for m in learn.model.modules() if getattr(own_method(m, 'forward'), '__func__', None) is nn.Linear.forward]
+        if not layers: raise UserError(f'onednn has no effect: {type(learn.model).__name__} has no linear layer; leave it out')
+        for m in layers: self.at_end(override(m, 'forward', partial(_linear, m)))

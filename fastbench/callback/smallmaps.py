@@ -6,13 +6,14 @@
 __all__ = ['SmallMaps']
 
 # %% ../../nbs/10_callback.smallmaps.ipynb #d38d96c2
-from types import MethodType
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from .ending import DuringFit
+from .override import override, own_method
 
 # %% ../../nbs/10_callback.smallmaps.ipynb #5a54616b
 def _positions(size, kernel, stride, dilation, padding): # padding: on both sides together
@@ -38,34 +39,29 @@ def _in_fp32(f, x, weight, bias):
 
 _transposed = {nn.ConvTranspose1d: F.conv_transpose1d, nn.ConvTranspose2d: F.conv_transpose2d, nn.ConvTranspose3d: F.conv_transpose3d}
 
-def _conv_forward(self, x, weight, bias):
-    def f(*args): return type(self)._conv_forward(self, *args)
-    if not (_in_bf16(x) and _at_risk(self, x.shape[2-weight.ndim:])): return f(x, weight, bias)
-    return _in_fp32(f, x, weight, bias)
+def _conv(m, f, x, weight, bias):
+    return _in_fp32(f, x, weight, bias) if _in_bf16(x) and _at_risk(m, x.shape[2-weight.ndim:]) else f(x, weight, bias)
 
-def _transposed_forward(self, x, output_size=None):
-    dims = len(self.kernel_size)
-    more = self._output_padding(x, output_size, self.stride, self.padding, self.kernel_size, dims, self.dilation)
-    size = [(n-1)*s - 2*p + d*(k-1) + m + 1 for n,s,p,d,k,m in zip(x.shape[-dims:], self.stride, self.padding, self.dilation, self.kernel_size, more)]
-    if not (_in_bf16(x) and _at_risk(self, size, x.shape[-dims:])): return type(self).forward(self, x, output_size)
-    f = next(f for cls,f in _transposed.items() if isinstance(self, cls))
-    return _in_fp32(lambda *args: f(*args, self.stride, self.padding, more, self.groups, self.dilation), x, self.weight, self.bias)
+def _transposed_conv(m, f, x, output_size=None):
+    dims = len(m.kernel_size)
+    more = m._output_padding(x, output_size, m.stride, m.padding, m.kernel_size, dims, m.dilation)
+    size = [(n-1)*s - 2*p + d*(k-1) + o + 1 for n,s,p,d,k,o in zip(x.shape[-dims:], m.stride, m.padding, m.dilation, m.kernel_size, more)]
+    if not (_in_bf16(x) and _at_risk(m, size, x.shape[-dims:])): return f(x, output_size)
+    transposed = next(o for cls,o in _transposed.items() if isinstance(m, cls))
+    return _in_fp32(lambda *args: transposed(*args, m.stride, m.padding, more, m.groups, m.dilation), x, m.weight, m.bias)
 
 # %% ../../nbs/10_callback.smallmaps.ipynb #cfcbc78f
-def _patch(m):
-    "The method of a convolution to be taken over, and what takes it over; None where that is not needed"
+def _as_in(m, name, classes): # is the method PyTorch's own?
+    return any(getattr(own_method(m, name), '__func__', None) is getattr(cls, name) for cls in classes if isinstance(m, cls))
+
+def _override(m):
+    "The method of a convolution to be overridden, and by what; None where that is not needed"
     if max(m.kernel_size) == 1 or m.padding_mode != 'zeros' or not any(m._reversed_padding_repeated_twice): return None
-    if any(type(m)._conv_forward is cls._conv_forward for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(m, cls)): return '_conv_forward',_conv_forward
-    if any(type(m).forward is cls.forward for cls in _transposed if isinstance(m, cls)): return 'forward',_transposed_forward
+    if _as_in(m, '_conv_forward', (nn.Conv1d, nn.Conv2d, nn.Conv3d)): return '_conv_forward',partial(_conv, m)
+    if _as_in(m, 'forward', _transposed): return 'forward',partial(_transposed_conv, m)
 
 class SmallMaps(DuringFit):
     "During a fit in bf16 on a CPU, compute convolutions in fp32 where PyTorch gets their gradients wrong"
-    _patched = ()
     def switch_on(self):
-        convs = [(m, _patch(m)) for m in self.learn.model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
-        self._patched = [(m, *p) for m,p in convs if p and p[0] not in vars(m)]
-        for m,name,f in self._patched: setattr(m, name, MethodType(f, m))
-
-    def switch_off(self):
-        for m,name,_ in self._patched: vars(m).pop(name, None)
-        self._patched = ()
+        for m in self.learn.model.modules():
+            if isinstance(m, nn.modules.conv._ConvNd) and (how := _override(m)): self.at_end(override(m, *how))
