@@ -256,11 +256,20 @@ def crew():
     return n, cores//n
 
 
+def flags():
+    "Of the cells that not every machine can run (tst_flags in pyproject.toml), those that this one can"
+    probe = "import torch; from fastbench.callback.amp import native_bf16; print(native_bf16(torch.device('cpu')))"
+    found = subprocess.run([PYTHON, '-c', probe], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
+    if found.strip() == b'True': return ['--flags', 'bf16']
+    say('skipped: cells marked `#| bf16`, as this processor does not multiply bf16')
+    return []
+
+
 def test(args):
     "Notebooks, then pytest; both always run, the first failure is the exit code"
     n, threads = crew()
     env, codes = dict({'OMP_NUM_THREADS': str(threads)}, **dict(os.environ, MPLBACKEND='agg')), []
-    parts = [('notebooks', command('nbdev-test') + ['--n-workers', str(n)], os.path.join(HERE, 'nbs')),
+    parts = [('notebooks', command('nbdev-test') + flags() + ['--n-workers', str(n)], os.path.join(HERE, 'nbs')),
              ('pytest', [PYTHON, '-m', 'pytest', '-n', str(n), '--dist', 'loadfile'] + args, HERE)]
     for name, cmd, cwd in parts:
         start = time.time()

@@ -376,13 +376,20 @@ def test_test_runs_both_parts(boot, monkeypatch, codes, expect):
     ran, left = [], list(codes)
     def fake(cmd, cwd, env): ran.append((cmd, Path(cwd).name, env['OMP_NUM_THREADS'])); return left.pop(0)
     monkeypatch.setattr(boot.mod, 'crew', lambda: (3, 2))
+    monkeypatch.setattr(boot.mod, 'flags', lambda: ['--flags', 'bf16'])
     monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     boot.mod.setup()
     monkeypatch.setattr(boot.mod.subprocess, 'call', fake)
     assert boot.mod.main(['test', '-k', 'one']) == expect
     (notebooks, where, threads), (pytests, there, _) = ran
-    assert notebooks[-2:] == ['--n-workers', '3'] and where == 'nbs' and threads == '2'
+    assert notebooks[-4:] == ['--flags', 'bf16', '--n-workers', '3'] and where == 'nbs' and threads == '2'
     assert pytests[-8:] == ['-m', 'pytest', '-n', '3', '--dist', 'loadfile', '-k', 'one'] and there == 'a folder'
+
+
+@pytest.mark.parametrize('printed, expect', [(b'True\n', ['--flags', 'bf16']), (b'False\n', []), (b'', [])])
+def test_cells_that_need_bf16(boot, monkeypatch, capsys, printed, expect):
+    monkeypatch.setattr(boot.mod.subprocess, 'run', lambda cmd, **kw: types.SimpleNamespace(stdout=printed))
+    assert boot.mod.flags() == expect and ('does not multiply bf16' in capsys.readouterr().err) != bool(expect)
 
 
 @pytest.mark.parametrize('cores, expect', [(1, (1, 1)), (2, (2, 1)), (4, (4, 1)), (16, (4, 4))])
