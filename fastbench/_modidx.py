@@ -1698,6 +1698,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastbench.text.packed._names': ('text.packed.html#_names', 'fastbench/text/packed.py'),
                                        'fastbench.text.packed._native': ('text.packed.html#_native', 'fastbench/text/packed.py'),
                                        'fastbench.text.packed._packing': ('text.packed.html#_packing', 'fastbench/text/packed.py'),
+                                       'fastbench.text.packed._probe': ('text.packed.html#_probe', 'fastbench/text/packed.py'),
                                        'fastbench.text.packed._value_dropout': ( 'text.packed.html#_value_dropout',
                                                                                  'fastbench/text/packed.py'),
                                        'fastbench.text.packed._varlen': ('text.packed.html#_varlen', 'fastbench/text/packed.py'),

@@ -32,6 +32,14 @@ def one_thread():
     torch.set_num_threads(n)
 
 
+@pytest.fixture(scope='session')
+def bf16():
+    "What emulation would make slow, or PyTorch has no kernel for"
+    import torch
+    from fastbench.callback.amp import native_bf16
+    if not native_bf16(torch.device('cpu')): pytest.skip('this processor does not multiply bf16')
+
+
 @pytest.fixture
 def no_hub(monkeypatch):
     "The hub is not asked, in this process and in those that it starts"

@@ -138,7 +138,7 @@ def test_the_suite_and_its_published_figures():
 # Runs
 
 @pytest.fixture(scope='module')
-def trained():
+def trained(bf16):
     "A net in both precisions, at an equal batch and at the largest"
     runs = [run_recipe('cifar100-resnet18', device='cpu', offline=True, precision=p, **{**SMALL, **o})
             for o in (dict(), dict(bs='largest', memory='20GB')) for p in ('fp32', 'mixed')]

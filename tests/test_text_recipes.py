@@ -22,7 +22,8 @@ def test_what_is_there():
 @pytest.mark.parametrize('kw', [dict(loader='packed'), dict(loader='budget'), dict(loader='padded', attention='values'), dict(opt='fused_adam', precision='bf16'),
                                 dict(loader='packed', attention='values', precision='bf16', best=True), dict(arch='roberta-tiny'), dict(arch='gpt2-tiny', loader='packed')],
                          ids=str)
-def test_a_run(kw):
+def test_a_run(kw, request):
+    if 'precision' in kw: request.getfixturevalue('bf16')
     run = run_recipe('docstrings-distilbert', **TINY, **kw)
     assert run.status == 'ok', run.error
     assert run.data['name'] == 'docstrings' and run.data['loader'] == kw.get('loader', 'sorted') and run.weights == 'random' and 0 <= run.metrics['accuracy'] <= 1
@@ -51,6 +52,7 @@ def test_the_best_epoch_is_kept(tmp_path, monkeypatch):
     assert all(torch.equal(v, states[1][k]) for k, v in learn.model.state_dict().items()) and not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures('bf16')
 def test_a_test_set_is_looked_at_once():
     run = run_recipe('faster-docstrings-fused', **TINY)
     assert run.status == 'ok' and run.data['test'] and set(run.extra['test']) == {'loss', 'accuracy'} and run.precision['effective'] == 'bf16'
@@ -66,6 +68,7 @@ def test_weights_that_cannot_be_had_are_said(monkeypatch):
     assert learn.weights == 'random' and any('roberta-tiny starts from random weights, so its accuracy says little' in str(o.message) for o in got)
 
 
+@pytest.mark.usefixtures('bf16')
 def test_a_language_model():
     run = run_recipe('wikitext2-gru', device='cpu', offline=True, data='docstrings', sample=.05, epochs=1, batches=5, precision='bf16')
     assert run.status == 'ok' and run.metrics['perplexity'] > 1 and run.data['bptt'] == 35

@@ -83,7 +83,8 @@ def weights(learn): return [p.detach().clone() for p in learn.model.parameters()
 def same(a, b): return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_ema_bf16_and_profiler(learn):
+def test_ema_bf16_and_profiler(learn, request):
+    if any(isinstance(m, torch.nn.LSTM) for m in learn.model.modules()): request.getfixturevalue('bf16')  # no kernel otherwise
     before, seen = weights(learn), set()
     for m in learn.model.modules():
         if isinstance(m, torch.nn.Linear): m.register_forward_hook(lambda m, a, o: seen.add(o.dtype) if m.training else None)

@@ -225,27 +225,30 @@ def packed_call(model, # A model of transformers, best after `fast_attention`
 def _fill(model, key): return (model.config.pad_token_id or 0) if key == 'input_ids' else 0
 
 # %% ../../nbs/23_text.packed.ipynb #e916a10f
+def _probe(model, n): # n: tokens of each text
+    "The same texts: packed, padded, and their bounds"
+    vocab,pad,device = model.config.get_text_config().vocab_size,model.config.pad_token_id,next(model.parameters()).device
+    some = [i for i in range(vocab-1, 0, -1) if i != pad]
+    ids = torch.tensor([(some*sum(n))[:sum(n)]], device=device)
+    bounds = Bounds(torch.tensor([0, *n], device=device).cumsum(0).int())
+    packed = dict(input_ids=ids, position_ids=torch.cat([torch.arange(o, device=device) for o in n])[None], cu_seq_lens=bounds.cu)
+    return packed,dict(input_ids=bounds.pad(ids, _fill(model, 'input_ids')), attention_mask=bounds.pad(torch.ones_like(ids))),bounds
+
 @torch.no_grad()
 def check_packed(model, # A model of transformers, best after `fast_attention`
                  per_token:bool=False, # As for `packed_call`
     ): # `model`
     "Fail where a model gives something else for a packed batch than for a padded one"
-    device,training = next(model.parameters()).device,model.training
-    n,vocab = [3, 5, 1],model.config.get_text_config().vocab_size
-    avoid = {model.config.pad_token_id}
-    ids = torch.tensor([[i for i in range(vocab-1, 0, -1) if i not in avoid][:sum(n)]], device=device)
-    cu = torch.tensor([0, 3, 8, 9], dtype=torch.int32, device=device)
-    x = dict(input_ids=ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0]], device=device), cu_seq_lens=cu)
-    bounds,why = Bounds(cu),f"{type(model).__name__} gives other results for packed batches than for padded ones"
-    padded = dict(input_ids=bounds.pad(ids, _fill(model, 'input_ids')), attention_mask=bounds.pad(torch.ones_like(ids)))
+    why,training = f"{type(model).__name__} gives other results for packed batches than for padded ones",model.training
     model.eval()
     try:
         if 'position_ids' not in _names(type(model.base_model)): why = f'{type(model).__name__} takes no position_ids, which packed batches need'; raise ValueError
-        out = model(**padded)
-        want,got = out[0],packed_call(model, x, per_token)[0]
-        if per_token: want = want.flatten(0, 1)[bounds.place][None]
-        elif 'start_logits' in out: want,got = (o.flatten()[bounds.place] for o in (want, got))  # nobody asks what padding says
-        if want.shape != got.shape or not torch.allclose(want.float(), got.float(), rtol=1e-2, atol=1e-2*max(1e-3, want.float().abs().max().item())): raise ValueError
+        for packed,padded,bounds in (_probe(model, n) for n in ([3, 5, 1], [11, 9, 4])):
+            out = model(**padded)
+            want,got = out[0],packed_call(model, packed, per_token)[0]
+            if per_token: want = want.flatten(0, 1)[bounds.place][None]
+            elif 'start_logits' in out: want,got = (o.flatten()[bounds.place] for o in (want, got))  # nobody asks what padding says
+            if want.shape != got.shape or not torch.allclose(want.float(), got.float(), rtol=1e-2, atol=1e-2*max(1e-3, want.float().abs().max().item())): raise ValueError
     except UserError: raise
     except (ValueError, TypeError, RuntimeError, AttributeError, IndexError):
         model.set_attn_implementation('sdpa')
