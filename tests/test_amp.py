@@ -241,3 +241,12 @@ def test_signatures_are_their_own():
     from fastbench.callback.half import HalfPrecision
     assert [*signature(MixedPrecision).parameters] == ['amp_mode', 'allow_emulation', 'kwargs']
     assert [*signature(HalfPrecision).parameters] == ['dtype', 'loss_scale', 'clip', 'allow_emulation', 'kwargs']
+
+
+def test_a_layer_that_has_no_kernel_is_named():
+    "An LSTM, where bf16 is emulated"
+    learn = make()
+    def fail(): raise RuntimeError('could not create a primitive descriptor for the LSTM forward propagation primitive. Run workload with ...')
+    learn.model.hook = fail
+    with pytest.raises(UserError, match=r"precision bf16: PyTorch cannot compute Net in it on this cpu \(could not .* primitive\); use precision='fp32'"): learn.fit(1)
+    assert not torch.is_autocast_enabled('cpu') and isinstance(learn.model, Net)

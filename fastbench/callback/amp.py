@@ -53,7 +53,12 @@ class _Cast:
     def __init__(self, learn, model, device_type, dtype): self._learn,self._model,self._args = learn,model,dict(device_type=device_type, dtype=dtype)
     def __call__(self, *args, **kwargs):
         self._learn.model = self._model
-        with autocast(**self._args): return self._model(*args, **kwargs)
+        try:
+            with autocast(**self._args): return self._model(*args, **kwargs)
+        except RuntimeError as e:
+            if 'could not create a primitive' not in str(e): raise  # as of an LSTM, where bf16 is emulated
+            name = 'bf16' if self._args['dtype'] == torch.bfloat16 else 'fp16'
+            raise UserError(f"precision {name}: PyTorch cannot compute {type(self._model).__name__} in it on this {self._args['device_type']} ({str(e).split('. ')[0]}); use precision='fp32'") from e
     def __getattr__(self, k):
         if k.startswith('_'): raise AttributeError(k)
         return getattr(self._model, k)
