@@ -13,8 +13,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
-from .override import override
-from .smallmaps import _as_in, _positions
+from .override import has_method, override
+from .smallmaps import _positions
 
 # %% ../../nbs/11_callback.im2col.ipynb #7d6cd2d9
 def _windows(x, kernel, stride, dilation): # x: samples, rows, columns, channels
@@ -85,7 +85,7 @@ def _conv(m, f, x):
         return _Product.apply(*(o if o is None else o.to(dtype) for o in (x, m.weight, m.bias)), _how(m), whole)
 
 def _plain(m): # is it PyTorch's own convolution?
-    return all(_as_in(m, o, [nn.Conv2d]) for o in ('forward', '_conv_forward')) and m.groups == 1 and m.padding_mode == 'zeros'
+    return all(has_method(m, o, nn.Conv2d) for o in ('forward', '_conv_forward')) and m.groups == 1 and m.padding_mode == 'zeros'
 
 def im2col(model # A `nn.Module`
     )->list: # A function for each: call it, and it convolves again

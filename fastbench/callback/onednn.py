@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from .compiling import Compile
 from .device import train_device, train_precision
 from .ending import DuringFit
-from .override import override, own_method
+from .override import has_method, override
 from ..flops import has_onednn, onednn_linear
 from ..recipe import UserError
 
@@ -78,6 +78,6 @@ class OneDNNLinear(DuringFit):
     def switch_on(self):
         learn = self.learn
         check_onednn(train_device(learn), train_precision(learn), any(isinstance(o, Compile) for o in learn.cbs))
-        layers = [m for m in learn.model.modules() if getattr(own_method(m, 'forward'), '__func__', None) is nn.Linear.forward]
+        layers = [m for m in learn.model.modules() if has_method(m, 'forward', nn.Linear)]
         if not layers: raise UserError(f'onednn has no effect: {type(learn.model).__name__} has no linear layer; leave it out')
         for m in layers: self.at_end(override(m, 'forward', partial(_linear, m)))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .ending import DuringFit
-from .override import override, own_method
+from .override import has_method, override
 
 # %% ../../nbs/10_callback.smallmaps.ipynb #5a54616b
 def _positions(size, kernel, stride, dilation, padding): # padding: on both sides together
@@ -51,14 +51,11 @@ def _transposed_conv(m, f, x, output_size=None):
     return _in_fp32(lambda *args: transposed(*args, m.stride, m.padding, more, m.groups, m.dilation), x, m.weight, m.bias)
 
 # %% ../../nbs/10_callback.smallmaps.ipynb #cfcbc78f
-def _as_in(m, name, classes): # is the method PyTorch's own?
-    return any(getattr(own_method(m, name), '__func__', None) is getattr(cls, name) for cls in classes if isinstance(m, cls))
-
 def _override(m):
     "The method of a convolution to be overridden, and by what; None where that is not needed"
     if max(m.kernel_size) == 1 or m.padding_mode != 'zeros' or not any(m._reversed_padding_repeated_twice): return None
-    if _as_in(m, '_conv_forward', (nn.Conv1d, nn.Conv2d, nn.Conv3d)): return '_conv_forward',partial(_conv, m)
-    if _as_in(m, 'forward', _transposed): return 'forward',partial(_transposed_conv, m)
+    if has_method(m, '_conv_forward', nn.Conv1d, nn.Conv2d, nn.Conv3d): return '_conv_forward',partial(_conv, m)
+    if has_method(m, 'forward', *_transposed): return 'forward',partial(_transposed_conv, m)
 
 class SmallMaps(DuringFit):
     "During a fit in bf16 on a CPU, compute convolutions in fp32 where PyTorch gets their gradients wrong"
