@@ -24,6 +24,7 @@ from fastbench.callback.profiler import Profiler
 from fastbench.callback.device import DeviceClock
 from fastbench.callback.stamps import DRAW, DRAWN, END, EVENTS, FIRST, LAST, ManualClock, Stopwatch
 from fastbench.callback.timed import TimedLoader, batch_size
+from fastbench.flops import measure_peak
 from fastbench.loop import FastLoop
 from fastbench.phases import TRAIN, VALID, rows, values
 
@@ -602,6 +603,15 @@ def test_flops(monkeypatch, tmp_path):
     assert e['flops_per_sample'] == 2*8*3*2 and e['peak'] == 1e12 and 0 < e['share'] < 1
     assert 'FLOPs a sample' in str(learn.profiler)
     assert 'fp32' in (tmp_path/'peaks.json').read_text()
+
+
+def test_the_peak_of_slow_arithmetic_takes_no_minutes(monkeypatch):
+    "As of bf16 where it is emulated"
+    sides, clock = [], [0.]
+    def slow(a, b): sides.append(len(a)); clock[0] += 2*len(a)**3/1e9  # 1 GFLOP/s
+    monkeypatch.setattr('fastbench.flops._products', lambda *_: [slow])
+    monkeypatch.setattr('fastbench.flops.perf_counter', lambda: clock[0])
+    assert measure_peak(precision='bf16') == pytest.approx(1e9) and set(sides) == {512}
 
 
 def test_trace(tmp_path):
