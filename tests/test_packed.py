@@ -47,7 +47,10 @@ def grads(model, out):
     return {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
 
 
-def close(a, b, tol=5e-4):
+AVX512 = torch.backends.cpu.get_cpu_capability().startswith('AVX512')
+
+
+def close(a, b, tol=2e-4 if AVX512 else 5e-4):  # other kernels, other rounding
     assert set(a) == set(b)
     worst = max((a[k] - b[k]).abs().max()/b[k].abs().max().clamp(min=1e-3) for k in a)
     assert worst < tol, worst
@@ -107,7 +110,7 @@ def test_attention_of_transformers_own(name, impl):
     except (ValueError, ImportError) as e: pytest.skip(f'{name} has no {impl}: {str(e)[:60]}')
     try: check_packed(model)
     except UserError as e:
-        if impl == 'flex_attention' and not torch.backends.cpu.get_cpu_capability().startswith('AVX512'): pytest.skip(f'flex_attention is wrong on this processor, and refused: {e}')
+        if impl == 'flex_attention' and not AVX512: pytest.skip(f'flex_attention is wrong on this processor, and refused: {e}')
         raise
     with torch.no_grad(): got = packed_call(model, x).logits
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)

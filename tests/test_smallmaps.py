@@ -13,12 +13,11 @@ from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from torch import nn
 
-from fastbench.callback.amp import MixedPrecision, native_bf16
+from fastbench.callback.amp import MixedPrecision
 from fastbench.callback.half import HalfPrecision
 from fastbench.callback.smallmaps import SmallMaps, _meets_all
 
-CPU = torch.device('cpu')
-bf16 = pytest.mark.skipif(not native_bf16(CPU), reason='this processor does not multiply bf16')
+bf16 = pytest.mark.usefixtures('bf16')
 
 
 @pytest.mark.parametrize('kernel, stride, dilation', [*product((1, 2, 3, 5), (1, 2, 3, 4), (1, 2, 5))])

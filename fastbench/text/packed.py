@@ -239,11 +239,12 @@ def check_packed(model, # A model of transformers, best after `fast_attention`
                  per_token:bool=False, # As for `packed_call`
     ): # `model`
     "Fail where a model gives something else for a packed batch than for a padded one"
+    probes = [_probe(model, n) for n in ([3, 5, 1], [11, 9, 4])]
     why,training = f"{type(model).__name__} gives other results for packed batches than for padded ones",model.training
     model.eval()
     try:
         if 'position_ids' not in _names(type(model.base_model)): why = f'{type(model).__name__} takes no position_ids, which packed batches need'; raise ValueError
-        for packed,padded,bounds in (_probe(model, n) for n in ([3, 5, 1], [11, 9, 4])):
+        for packed,padded,bounds in probes:
             out = model(**padded)
             want,got = out[0],packed_call(model, packed, per_token)[0]
             if per_token: want = want.flatten(0, 1)[bounds.place][None]
