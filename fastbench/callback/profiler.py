@@ -55,8 +55,9 @@ class Profiler(Callback):
         trace_steps:int=10, # Steps in it
         flops:bool=False, # Count FLOPs per sample and the share of the machine's peak (a few seconds, after a fit)
         keep:int=2**16, # Raw steps held at most, a phase; beyond that exact sums and a sample
+        hold:bool=True, # Hold a GPU back in a few steps, to tell computing from waiting for the host
     ):
-        self._options = dict(trace=trace, trace_steps=trace_steps, flops=flops, keep=keep)
+        self._options = dict(trace=trace, trace_steps=trace_steps, flops=flops, keep=keep, hold=hold)
         self.reset()
 
     def reset(self):
@@ -139,7 +140,8 @@ class _Compiling:
             if f in fs: fs.remove(f)  # torch._dynamo.reset() forgets them
         self.handler = None
 
-def _device_clock(device): return DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if device.type == 'cuda' else None
+def _device_clock(device, hold=True):
+    return DeviceClock(DeviceQueue(device), hold) if hasattr(getattr(torch, device.type, None), 'Event') and device.type != 'cpu' else None
 
 @patch
 def _begin(self:Profiler):
@@ -148,7 +150,7 @@ def _begin(self:Profiler):
         if not self._validation: return self._nest('before_fit', 'after_fit')
         self._end()  # a validation that an error in before_fit or before_epoch ended without a word
     device = train_device(learn)
-    w.device = _device_clock(device)
+    w.device = _device_clock(device, self._options['hold'])
     w.watchers = tuple(o for o in (w.device, self._trace) if o is not None)
     w.compiled,self._nested,self._validation = _Compiling(w),None,learn.lock.locked()
     self._memory,w.looking = PeakMemory(device).start(),self._sample
@@ -292,9 +294,10 @@ def profile(self:Learner,
     trace_steps:int=10, # Steps in it
     flops:bool=False, # Count FLOPs per sample and the share of the machine's peak (a few seconds, after a fit)
     keep:int=2**16, # Raw steps held at most, a phase; beyond that exact sums and a sample
+    hold:bool=True, # Hold a GPU back in a few steps, to tell computing from waiting for the host
     ): # The Learner
     "Attach a `Profiler`, or a new one in place of the old; `learn.profiler.results` is the table"
-    prof = Profiler(trace, trace_steps, flops, keep)
+    prof = Profiler(trace, trace_steps, flops, keep, hold)
     return self.remove_cb(Profiler).add_cb(prof)
 
 @patch
