@@ -262,6 +262,11 @@ def _energy(e):
     each = [sum(o.values()) for o in e['epochs']]
     return f"energy: {sum(each)/len(each):,.4g} J an epoch ({', '.join(dict.fromkeys(k for o in e['epochs'] for k in o))})"
 
+def _kernels(k):
+    first = k['top'][0] if k['top'] else None
+    dear = f"; dearest: {first['name'][:60]}, {first['share']:.0%}" if first else ''
+    return f"{k['steps']} steps recorded: {k['device']} busy {k['busy']:.0%}, {k['launches']:,.0f} {'operators' if k['device'] == 'cpu' else 'launches'} a step{dear}"
+
 def notes(profile:Profile # What was measured
     )->list: # A line each
     "What the table cannot say: warm-up, tokens, memory, efficiency, how fits ended"
@@ -278,6 +283,7 @@ def notes(profile:Profile # What was measured
     if e := facts.get('efficiency'):
         res.append(f"{_si(e['flops_per_sample'])}FLOPs a sample, {_si(e['flops_per_second'])}FLOP/s: {e['share']:.1%} of the "
                    f"{_si(e['peak'])}FLOP/s that this machine multiplies at most in {e['precision']}")
+    if k := facts.get('kernels'): res.append(_kernels(k))
     if isinstance(e := facts.get('energy'), dict): res.append(_energy(e))
     if n := facts.get('interrupted'): res.append(f'{n} fit(s) ended by an error or an interrupt; what was measured until then is here')
     return res
