@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from .command import train, keep, ab, compare, report, ladder, doctor  # each adds its commands, in this order
+from .command import train, keep, ab, compare, report, ladder, doctor, selftest  # each adds its commands, in this order
 from .recipe import UserError
 from .terminal import app, complain
 

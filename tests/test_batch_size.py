@@ -192,13 +192,13 @@ def test_signs_of_memory():
 
 HALF = """
 import psutil, torch
-from fastbench.batch_size import _free
+from fastbench.batch_size import free
 import sys; sys.path.insert(0, {tests!r})
 from test_batch_size import make
 torch.set_num_threads(1)
 learn = make(n=4096, width=64)
 learn.find_batch_size(max=2)  # libraries, kernels
-_free(torch.device('cpu'))
+free(torch.device('cpu'))
 base = psutil.Process().memory_info().rss
 res = [learn.find_batch_size(memory=base + o*2**20, headroom=0.) for o in (400, 200)]
 print([int(o) for o in res], [(o.peak - base)/2**20 for o in res])

@@ -1,0 +1,151 @@
+"""`fastbench selftest`: what a failing check, a failing device and a mistyped name come to, and that its Runs stand beside others."""
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fastbench.checks as checks
+from fastbench.checks import CHECKS, Here, NotHere
+from fastbench.recipe import UserError
+from fastbench.selftest import Selftest, selftest
+from fastbench.store import load, save
+from pretend import pretend
+
+
+@pytest.fixture
+def few(monkeypatch):
+    "Three checks in place of all"
+    def holds(here): return 'seen'
+    def breaks(here): raise RuntimeError('no <b>such</b> luck\nmore lines')
+    def elsewhere(here): raise NotHere('not on this device')
+    monkeypatch.setattr(checks, 'CHECKS', found := {'holds': (holds, 'it holds', False), 'breaks': (breaks, 'it breaks', False), 'elsewhere': (elsewhere, 'it is elsewhere', False),
+                                                    'slow': (holds, 'it takes minutes', True)})
+    return found
+
+
+def verdicts(found): return {o['check']: o['verdict'] for o in found.rows}
+
+
+def test_each_check_gets_a_verdict(few):
+    found = selftest('cpu')
+    assert verdicts(found) == dict(holds='passed', breaks='failed', elsewhere='skipped', slow='skipped')
+    assert found.failed == ['breaks'] and found.run.status == 'failed' and found.run.error == 'breaks'
+    row = next(o for o in found.rows if o['check'] == 'breaks')
+    assert row['detail'] == 'RuntimeError: no <b>such</b> luck'
+    assert '1 passed, 1 failed, 2 skipped (breaks)' in found.line and '\n' not in found.line
+    assert verdicts(selftest('cpu', full=True))['slow'] == 'passed'
+
+
+def test_the_page_escapes_what_others_wrote(few):
+    html = selftest('cpu').html
+    assert '<b>such' not in html and '&lt;b&gt;such' in html and html.startswith('<!DOCTYPE html>')
+
+
+def test_after_a_lost_device_nothing_is_believed(few):
+    def lost(here): raise RuntimeError('CUDA error: GPU is lost')
+    few = {'lost': (lost, 'it fails', False), **few}
+    checks.CHECKS.clear()
+    checks.CHECKS.update(few)
+    found = selftest('cpu')
+    assert verdicts(found) == dict(lost='failed', holds='not run', breaks='not run', elsewhere='not run', slow='skipped')
+    assert found.run.status == 'failed'
+
+
+def test_names(few):
+    assert verdicts(selftest('cpu', only=('slow',))) == dict(slow='passed')  # asked for by name: it may take its time
+    with pytest.raises(UserError, match="unknown check 'brakes'; did you mean 'breaks'"): selftest('cpu', only=('brakes',))
+
+
+def test_a_run_like_others(few, tmp_path):
+    path = save(selftest('cpu').run, tmp_path)
+    run = load(path)
+    assert run.extra['kind'] == 'selftest' and Selftest(run).line == selftest('cpu').line
+    assert 'failed' in str(run) and run.table.rows == []
+
+
+def command(*args): return subprocess.run([sys.executable, '-m', 'fastbench', *args], capture_output=True, text=True)
+
+
+def test_command(tmp_path):
+    out = command('selftest', '--device', 'cpu', '--only', 'driver', '--only', 'mps', '--out', str(tmp_path), '--json')
+    assert out.returncode == 0, out.stderr
+    assert [o['verdict'] for o in json.loads(out.stdout)['rows']] == ['skipped', 'skipped'] and (tmp_path/'selftest.html').exists()
+    out = command('selftest', '--device', 'cuda:7', '--out', str(tmp_path))
+    assert out.returncode == 4 and out.stderr.startswith("fastbench: device 'cuda:7' is not there") and out.stderr.count('\n') == 1
+    out = command('list', 'runs', '--out', str(tmp_path))
+    assert out.returncode == 0 and 'selftest-' in out.stdout
+
+
+def test_a_failed_check_is_the_exit_code(few, tmp_path):
+    from typer.testing import CliRunner
+    from fastbench.command.selftest import app
+    assert CliRunner().invoke(app, ['selftest', '--device', 'cpu', '--out', str(tmp_path)]).exit_code == 1
+    few.pop('breaks')
+    assert CliRunner().invoke(app, ['selftest', '--device', 'cpu', '--out', str(tmp_path)]).exit_code == 0
+
+
+def test_a_report_of_a_folder_with_one(few, tmp_path, root):
+    save(selftest('cpu').run, tmp_path)
+    for o in list((root/'benchmarks'/'results').glob('dawn-photos-airbench*.json'))[:1]: shutil.copy(o, tmp_path)
+    from fastbench.report import report
+    assert 'selftest' in report(tmp_path).html
+
+
+# --- the checks themselves, where a CPU or a pretended GPU can answer
+
+def test_every_point_is_there():
+    assert {'waits', 'packed', 'device clock', 'device names', 'largest batch', 'compiled', 'overflow', 'peak', 'time to accuracy', 'faster', 'driver', 'mps', 'tests'} <= set(CHECKS)
+    assert all(about and '\n' not in about for _, about, _ in CHECKS.values())
+
+
+@pytest.mark.parametrize('name', ['profiler', 'packed', 'device names'])
+def test_on_a_cpu(name):
+    row, = selftest('cpu', only=(name,)).rows
+    assert row['verdict'] == 'passed', row['detail']
+
+
+@pytest.mark.parametrize('name', ['waits', 'device clock', 'overflow', 'driver', 'mps'])
+def test_what_a_cpu_cannot_answer(name):
+    row, = selftest('cpu', only=(name,)).rows
+    assert row['verdict'] == 'skipped' and len(row['detail']) > 10
+
+
+def test_a_packed_batch_that_is_wrong_is_found(monkeypatch):
+    from fastbench.checks import packed_call
+    monkeypatch.setattr(checks, 'packed_call', lambda m, x, *a: [packed_call(m, x, *a)[0].roll(1, 1)])
+    row, = selftest('cpu', only=('packed',)).rows
+    assert row['verdict'] == 'failed' and row['detail'].startswith('BERT in fp32: packed and padded differ by')
+
+
+def test_a_peak_that_makes_no_sense_is_found(monkeypatch):
+    monkeypatch.setattr(checks, 'measure_peak', lambda d, p, budget: dict(fp32=2e12).get(p, 1e12))
+    monkeypatch.setattr(checks, '_can', lambda here, p: True)
+    row, = selftest('cpu', only=('peak',)).rows
+    assert row['verdict'] == 'failed' and 'fewer bits is not faster' in row['detail']
+
+
+def test_on_a_pretended_gpu(monkeypatch):
+    "The paths that a GPU takes go through; of waits only that they are counted where PyTorch tells of them"
+    with pretend(devices=2) as gpu:
+        found = selftest('cuda', only=('device names', 'packed'))
+        assert verdicts(found) == {'packed': 'passed', 'device names': 'passed'}, [o['detail'] for o in found.rows]
+        assert [o['detail'] for o in found.rows if o['check'] == 'device names'] == ['cuda, cuda:0, cuda:1']
+
+
+def test_waits_are_counted_by_what_pytorch_says(monkeypatch, gpu):
+    import warnings
+    mode = []
+    monkeypatch.setattr(torch.cuda, 'set_sync_debug_mode', mode.append)
+    gpu.on_wait.append(lambda *a: warnings.warn('called a synchronizing CUDA operation') if mode and mode[-1] == 'warn' else None)
+    here = Here(torch.device('cuda:0'))
+    assert checks.count_waits(here, 'digits-xresnet18') == 0 and mode[-1] == 'default'
+    real = checks._fit
+    from fastai.callback.core import Callback
+    class Reads(Callback):
+        def after_loss(self): self.learn.loss.item()
+    made = checks._learner
+    monkeypatch.setattr(checks, '_learner', lambda *a, **k: made(*a, **k).add_cb(Reads()))
+    assert checks.count_waits(here, 'digits-xresnet18') == 1
