@@ -46,18 +46,18 @@ class Steps(Callback):
     def before_validate(self): self._gpu.forget()
     def after_batch(self):
         g = self._gpu
-        self.rows['train' if self.training else 'valid'].append((list(g.waits), g.launches, list(g.races), list(g.copies)))
+        self.rows['train' if self.training else 'valid'].append((list(g.waits), g.launches, list(g.races), list(g.copies), self.iter+1 < self.n_iter))
         g.forget()
 
 
 @dataclass
 class Waits:
-    "Waits of the steps that count: all but the first two, in which buffers are made, and the last, at whose end an epoch is summed up"
+    "Waits of the steps that count: all but the first two, in which buffers are made, and the last by the loader's count, at whose end an epoch is summed up"
     rows: list
     status: str = 'ok'
     error: str = ''
     precision: str = ''
-    def __post_init__(self): self.steps = self.rows[SKIP:-1]
+    def __post_init__(self): self.steps = [o for o in self.rows[SKIP:] if o[-1]]
     @property
     def seen(self): return Counter((w.kind, w.place) for o in self.steps for w in o[0])
     @property
