@@ -141,6 +141,60 @@ def test_muon_turns_filters_and_nesterov_moves_the_rest():
     opt.step()
 
 
+def test_muon_takes_filters_of_one_shape_together(monkeypatch):
+    "The same as one by one, in any layout, however the gradients lie"
+    import fastbench.muon as module
+    calls, torch_turn = [], module.turn
+    monkeypatch.setattr(module, 'turn', lambda g, steps: (calls.append(tuple(g.shape)), torch_turn(g, steps))[1])
+    shapes = [(8, 3, 3, 3), (8, 3, 3, 3), (4, 8, 1, 1), (8, 3, 3, 3)]
+    torch.manual_seed(0)
+    ws, gs = ([torch.randn(s) for s in shapes] for _ in range(2))
+    ends = []
+    for of_weight, of_grad in [(torch.contiguous_format,)*2, (torch.channels_last,)*2, (torch.channels_last, torch.contiguous_format), (torch.contiguous_format, torch.channels_last)]:
+        ps = [nn.Parameter(w.clone(memory_format=of_weight)) for w in ws] + [nn.Parameter(torch.ones(3, 2).t())]
+        opt = MuonSGD(ps, lr=.1, momentum=.6)
+        for _ in range(2):
+            for p, g in zip(ps, gs): p.grad = g.clone(memory_format=of_grad)
+            ps[-1].grad = torch.arange(6.).view(2, 3)
+            opt.step()
+        ends.append([p.detach().clone() for p in ps])
+        assert all(p.is_contiguous(memory_format=of_weight) for p in ps[:-1])
+    assert set(calls) == {(3, 8, 27), (1, 4, 8)} and len(calls) == 16
+    for end in ends[1:]: assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(end, ends[0]))
+    for i, w in enumerate(ws):
+        p, buf = w.clone(), torch.zeros_like(w)
+        for _ in range(2):
+            buf = .6*buf + gs[i]
+            p = p*len(p)**.5/p.norm() - .1*orthogonal((gs[i] + .6*buf).flatten(1)).view_as(p)
+        assert torch.allclose(ends[0][i], p, atol=1e-5)
+
+
+def test_which_dtype_matrices_are_turned_in(monkeypatch):
+    from fastbench.muon import matmul_dtype
+    for capability, dtype in {(9, 0): torch.bfloat16, (8, 0): torch.bfloat16, (7, 5): torch.float16, (7, 0): torch.float16, (6, 1): torch.float32}.items():
+        monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
+        assert matmul_dtype(torch.device('cuda', 1)) == dtype
+    assert matmul_dtype(torch.device('cpu')) == torch.float32
+    torch.manual_seed(0)
+    g = torch.randn(2, 16, 300)*1e-4
+    for dtype in (torch.bfloat16, torch.float16):
+        s = torch.linalg.svdvals(orthogonal(g, 5, dtype).float())
+        assert .6 < s.min() and s.max() < 1.3
+
+
+def test_what_cannot_be_compiled_is_turned_all_the_same(monkeypatch):
+    import fastbench.muon as module
+    class Cuda(torch.Tensor):
+        device = torch.device('cuda')
+    def fails(*args): raise RuntimeError('no Triton here\nand more')
+    monkeypatch.setattr(module, '_compiled', lambda: fails)
+    monkeypatch.setattr(module, '_eager', set())
+    monkeypatch.setattr(module, 'matmul_dtype', lambda device: torch.float32)
+    g = torch.randn(1, 4, 8)
+    with pytest.warns(UserWarning, match='single kernels, slower: torch.compile failed .RuntimeError: no Triton here.'): res = module.turn(g.as_subclass(Cuda))
+    assert torch.equal(res, orthogonal(g)) and torch.equal(module.turn(g.as_subclass(Cuda)), res)
+
+
 def test_orthogonal_of_tall_and_wide():
     torch.manual_seed(0)
     for shape in [(4, 20), (20, 4)]:
