@@ -41,6 +41,13 @@ def bf16():
 
 
 @pytest.fixture
+def gpu():
+    "Two GPUs that are not there: see `pretend`"
+    from pretend import pretend
+    with pretend(devices=2) as gpu: yield gpu
+
+
+@pytest.fixture
 def no_hub(monkeypatch):
     "The hub is not asked, in this process and in those that it starts"
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
