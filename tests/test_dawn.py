@@ -9,6 +9,7 @@ from fastai.callback.core import CancelBatchException, Callback
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastbench.schedule  # noqa: F401  (adds fit_linear)
 from fastbench.callback.tta import FlipTTA
@@ -62,6 +63,37 @@ def test_ghost_batch_norm_is_batch_norm_of_the_parts(layout):
     assert torch.allclose(ghost.running_mean, .1*means, atol=1e-6) and ghost.num_batches_tracked == 1
     y.square().sum().backward()
     assert x.grad.isfinite().all()
+
+
+class Copies(TorchDispatchMode):
+    "Operations that make a tensor of another layout than channels-last from one of that"
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        res = f(*args, **(kwargs or {}))
+        if isinstance(res, torch.Tensor) and res.numel() == 8*6*5*5 and not res.permute(*range(res.ndim-3), -2, -1, -3).is_contiguous(): self.seen.append(str(f))
+        return res
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+def test_ghost_batch_norm_keeps_channels_last(dtype):
+    torch.manual_seed(0)
+    x, g = (torch.randn(8, 6, 5, 5).to(dtype) for _ in range(2))
+    got = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        norm, i = GhostBatchNorm(6, samples=4, momentum=.4), x.clone(memory_format=layout).requires_grad_()
+        torch.nn.init.uniform_(norm.weight, generator=torch.Generator().manual_seed(1))
+        with Copies() as copies:
+            for _ in range(2): y = norm(i)
+            y.backward(g.clone(memory_format=layout))
+        assert y.dtype == dtype and i.grad.is_contiguous(memory_format=layout) and y.is_contiguous(memory_format=layout)
+        got.append((y, i.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var))
+        assert norm.num_batches_tracked == 2
+    assert copies.seen == []
+    tol = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
+    for a, b in zip(*got): torch.testing.assert_close(b, a, **tol)
 
 
 def test_ghost_batch_norm_elsewhere_is_batch_norm():
