@@ -43,6 +43,7 @@ class PeakMemory:
         if self.afresh and not self.fresh: Thread(target=self._look, daemon=True).start()
         if self.cuda:
             import torch
+            torch.cuda.init()  # the allocator knows no device before
             torch.cuda.reset_peak_memory_stats(self.cuda)
         return self
 

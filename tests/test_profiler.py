@@ -27,6 +27,7 @@ from fastbench.callback.timed import TimedLoader, batch_size
 from fastbench.flops import measure_peak
 from fastbench.loop import FastLoop
 from fastbench.phases import TRAIN, VALID, rows, values
+from fastbench.recipe import UserError
 
 CANCELS = [CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
            CancelTrainException, CancelValidException]
@@ -487,7 +488,6 @@ def test_time_between_the_phases():
 
 class FakeEvent:
     clock, waits = ManualClock(), 0
-    def record(self): self.at = self.clock()
     def query(self): return False
     def synchronize(self):
         type(self).waits += 1
@@ -495,8 +495,15 @@ class FakeEvent:
     def elapsed_time(self, o): return 1e3*(o.at - self.at)
 
 
+class FakeQueue:
+    "No second stream: as of a device that only tells when it passed an event"
+    side, can_hold = None, False
+    def event(self): return FakeEvent()
+    def record(self, e): e.at = FakeEvent.clock()
+
+
 def test_device_clock_never_waits_while_training(monkeypatch):
-    monkeypatch.setattr(profiler_module, '_device_clock', lambda device: DeviceClock(FakeEvent))
+    monkeypatch.setattr(profiler_module, '_device_clock', lambda device, hold: DeviceClock(FakeQueue()))
     monkeypatch.setattr(FakeEvent, 'query', FakeEvent.query)
     FakeEvent.waits = 0
     learn, waits = make(), []
@@ -753,3 +760,53 @@ def test_tape(n, every, odd, tokens):
         return to_dict(w.profile)
     a,b = run(True),run(False)
     assert a == b and a['steps']['train']['n'] > .8*n
+
+
+# --- kernels
+
+def test_kernels_of_a_few_steps():
+    learn = make()
+    learn.profile(kernels=True)
+    learn.fit(1)
+    table, log = learn.profiler.kernels, learn.profiler.profile.steps['train']
+    assert table.found['device'] == 'cpu' and table.found['steps'] == 3 and 0 < table.found['busy'] <= 1 and len(table.rows) == 10
+    assert next(o['calls'] for o in table.rows if o['name'] == 'aten::addmm') == 1
+    assert values(log, 'warmup') == [1., 0., 1., 1., 1., 0., 0., 0.]  # recorded steps are slower
+    assert 'cpu busy' in str(learn.profiler) and 'calls a step' in str(table)
+    learn.fit(1)  # recorded once
+    assert learn.profiler.kernels.found == table.found and learn.profiler.profile.steps['train'].n == 16
+    check(learn, 16, 8, fits=2)
+
+
+def test_a_fit_too_short_has_no_kernels():
+    learn = make(n=16)
+    learn.profile(kernels=True)
+    learn.fit(1)
+    assert learn.profiler.kernels is None
+    assert not torch.autograd._profiler_enabled()
+    check(learn, 4, 4)
+
+
+def test_kernels_end_with_the_fit_however_it_ended():
+    learn = make()
+    learn.profile(kernels=True)
+    n = []
+    learn.model.hook = lambda: (n.append(1), 1/0 if len(n) == 4 else None)
+    with pytest.raises(ZeroDivisionError): learn.fit(1)
+    learn.model.hook = lambda: None
+    assert learn.profiler.kernels is None
+    learn.fit(1)
+    assert learn.profiler.kernels.found['steps'] == 3
+
+
+def test_trace_and_kernels_are_refused_together():
+    with pytest.raises(UserError, match='cannot both be had'): make().profile(trace='x.json', kernels=True)
+
+
+def test_another_profiler_at_work_costs_the_kernels_and_no_fit():
+    learn = make()
+    learn.profile(kernels=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        with pytest.warns(UserWarning, match='no kernels were recorded'): learn.fit(1)
+    assert learn.profiler.kernels is None
+    check(learn, 8, 4)

@@ -16,13 +16,15 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from .ending import forget, when_cut
-from .device import DeviceClock, train_device, train_precision
+from .device import DeviceClock, DeviceQueue, train_device, train_precision
 from .stamps import COMPILE, FIRST, LAST, Stopwatch, UNSCALE, UNSCALED
+from .kernels import Kernels, KernelTable
 from .timed import TimedLoader
 from .trace import Trace
 from ..memory import PeakMemory
 from ..flops import count_flops, matmul_peak
 from ..phases import Profile, notes, padding as padding_of, rows, stats
+from ..recipe import UserError
 from ..table import Table, frame, show as show_table
 
 # %% ../../nbs/10_callback.profiler.ipynb #00b58e5d
@@ -55,8 +57,11 @@ class Profiler(Callback):
         trace_steps:int=10, # Steps in it
         flops:bool=False, # Count FLOPs per sample and the share of the machine's peak (a few seconds, after a fit)
         keep:int=2**16, # Raw steps held at most, a phase; beyond that exact sums and a sample
+        hold:bool=True, # Hold a GPU back in a few steps, to tell computing from waiting for the host
+        kernels:bool=False, # Record the kernels (on a CPU: operators) of three steps: `profiler.kernels`
     ):
-        self._options = dict(trace=trace, trace_steps=trace_steps, flops=flops, keep=keep)
+        if trace and kernels: raise UserError('trace and kernels cannot both be had in one fit, torch.profiler records one thing at a time: profile twice')
+        self._options = dict(trace=trace, trace_steps=trace_steps, flops=flops, keep=keep, hold=hold, kernels=kernels)
         self.reset()
 
     def reset(self):
@@ -65,7 +70,7 @@ class Profiler(Callback):
         if self._edges: self._end()
         self.watch = Stopwatch(Profile(o['keep']))
         self._trace = Trace(o['trace'], o['trace_steps']) if o['trace'] else None
-        self._batch = None
+        self._batch,self._kernels = None,None
 
     @property
     def learn(self): return self._learn
@@ -139,7 +144,8 @@ class _Compiling:
             if f in fs: fs.remove(f)  # torch._dynamo.reset() forgets them
         self.handler = None
 
-def _device_clock(device): return DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if device.type == 'cuda' else None
+def _device_clock(device, hold=True):
+    return DeviceClock(DeviceQueue(device), hold) if hasattr(getattr(torch, device.type, None), 'Event') and device.type != 'cpu' else None
 
 @patch
 def _begin(self:Profiler):
@@ -148,8 +154,9 @@ def _begin(self:Profiler):
         if not self._validation: return self._nest('before_fit', 'after_fit')
         self._end()  # a validation that an error in before_fit or before_epoch ended without a word
     device = train_device(learn)
-    w.device = _device_clock(device)
-    w.watchers = tuple(o for o in (w.device, self._trace) if o is not None)
+    w.device = _device_clock(device, self._options['hold'] and not self._options['kernels'])
+    if self._options['kernels'] and 'kernels' not in w.profile.facts: self._kernels = Kernels(device)
+    w.watchers = tuple(o for o in (w.device, self._trace, self._kernels) if o is not None)
     w.compiled,self._nested,self._validation = _Compiling(w),None,learn.lock.locked()
     self._memory,w.looking = PeakMemory(device).start(),self._sample
     w.open()
@@ -207,6 +214,7 @@ def _end(self:Profiler, interrupted=False):
     w.profile.peaks.append(self._memory.stop())
     if interrupted: w.profile.facts['interrupted'] = w.profile.facts.get('interrupted', 0) + 1
     if self._trace is not None: self._trace = self._trace.write()
+    if self._kernels is not None: self._keep_kernels()
     if self._options['flops'] and not interrupted: self._count()
 
 # %% ../../nbs/10_callback.profiler.ipynb #bc6e61d5
@@ -221,6 +229,12 @@ def _efficiency(self):
     flops = count_flops(learn.model, learn.loss_func, xb, yb)/len(yb[0] if yb else xb[0])
     peak,reached = matmul_peak(device, precision),flops*samples/step['mean']
     return dict(flops_per_sample=flops, flops_per_second=reached, peak=peak, share=reached/peak, precision=precision)
+
+@patch
+def _keep_kernels(self:Profiler):
+    self._kernels.close()
+    if self._kernels.found: self.profile.facts['kernels'] = self._kernels.found
+    self._kernels = None
 
 @patch
 def _count(self:Profiler):
@@ -244,6 +258,12 @@ def results(self:Profiler): # DataFrame: phase, action, calls, mean, std, total,
 def table(self:Profiler): # A `Table`
     "`results` to be shown, written or drawn"
     return Table(rows(self.profile), notes=notes(self.profile))
+
+@patch(as_prop=True)
+def kernels(self:Profiler): # A `KernelTable`; None where none were recorded: `profile(kernels=True)`, and a fit of six steps or more
+    "The dearest kernels of a few steps"
+    found = self.profile.facts.get('kernels')
+    return found and KernelTable(found)
 
 @patch(as_prop=True)
 def padding(self:Profiler): # From 0 to 1; None where the batches do not tell their tokens
@@ -292,9 +312,11 @@ def profile(self:Learner,
     trace_steps:int=10, # Steps in it
     flops:bool=False, # Count FLOPs per sample and the share of the machine's peak (a few seconds, after a fit)
     keep:int=2**16, # Raw steps held at most, a phase; beyond that exact sums and a sample
+    hold:bool=True, # Hold a GPU back in a few steps, to tell computing from waiting for the host
+    kernels:bool=False, # Record the kernels (on a CPU: operators) of three steps: `profiler.kernels`
     ): # The Learner
     "Attach a `Profiler`, or a new one in place of the old; `learn.profiler.results` is the table"
-    prof = Profiler(trace, trace_steps, flops, keep)
+    prof = Profiler(trace, trace_steps, flops, keep, hold, kernels)
     return self.remove_cb(Profiler).add_cb(prof)
 
 @patch

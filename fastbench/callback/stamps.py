@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EVENTS', 'FIRST', 'LAST', 'ITER', 'DRAW', 'STARTED', 'DRAWN', 'END', 'CLOSE', 'UNSCALE', 'UNSCALED', 'COMPILE',
-           'N_MARKS', 'AFTER', 'COLUMN', 'Stopwatch', 'ManualClock']
+           'COPY', 'N_MARKS', 'AFTER', 'COLUMN', 'Stopwatch', 'ManualClock']
 
 # %% ../../nbs/08_callback.stamps.ipynb #efd9512c
 from itertools import islice
@@ -20,13 +20,13 @@ from ..phases import HEAD, LEAVES, Profile
 EVENTS = [o for o in vars(event) if o.startswith(('before_', 'after_'))]
 FIRST = {o: 2*i for i,o in enumerate(EVENTS)}
 LAST = {o: 2*i+1 for i,o in enumerate(EVENTS)}
-ITER,DRAW,STARTED,DRAWN,END,CLOSE,UNSCALE,UNSCALED,COMPILE = range(2*len(EVENTS), 2*len(EVENTS)+9)
-N_MARKS = COMPILE+1
+ITER,DRAW,STARTED,DRAWN,END,CLOSE,UNSCALE,UNSCALED,COMPILE,COPY = range(2*len(EVENTS), 2*len(EVENTS)+10)
+N_MARKS = COPY+1
 
 # %% ../../nbs/08_callback.stamps.ipynb #700bc51a
 AFTER = {LAST['before_batch']: 'forward', LAST['after_pred']: 'loss', LAST['before_backward']: 'backward', LAST['before_step']: 'opt_step',
          LAST['after_step']: 'zero_grad', LAST['before_train']: 'start', LAST['before_validate']: 'start', ITER: 'start', DRAW: 'draw',
-         STARTED: 'draw', DRAWN: 'to_device', END: 'stop', CLOSE: 'stop', UNSCALE: 'opt_step', UNSCALED: 'callbacks', COMPILE: 'compile',
+         STARTED: 'draw', DRAWN: 'to_device', END: 'stop', CLOSE: 'stop', UNSCALE: 'opt_step', UNSCALED: 'callbacks', COMPILE: 'compile', COPY: 'to_device',
          **{m: 'callbacks' for m in FIRST.values()}}
 
 def _action(mark, phase):

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from fastai.data.core import TfmdDL
 from fastai.data.load import _loaders
-from fastai.torch_core import num_distrib, rank_distrib, to_detach, to_device
+from fastai.torch_core import num_distrib, rank_distrib, to_detach
 from fastcore.basics import merge, patch
 from fastcore.foundation import L
 
 from ..recipe import UserError, unknown
+from ..transfer import batches_on
 from .dataset import ShowsTexts, TextDataset
 from .order import check_budget, cut, epoch, kinds
 from .tokenize import BatchTokenizer, TokenCache
@@ -259,9 +260,7 @@ def __iter__(self:TextDL):
         self.before_iter()
         self._order = self.get_idxs()
         with _no_threads(): it = _loaders[self.fake_l.num_workers == 0](self.fake_l)
-        for b in it:
-            b = self._batch(*b)
-            yield self.after_batch(to_device(b, self.device) if self.device is not None else b)
+        for b in batches_on((self._batch(*b) for b in it), self.device): yield self.after_batch(b)
         self.after_iter()
     finally:
         self.fake_l.num_workers,self._plan = workers,None

@@ -29,6 +29,7 @@ from ..callback.lean import LeanLoss
 from ..recipe import UserError, unknown
 from .sources import TextSet, load_text_source
 from ..training import BenchLearner, find_device
+from ..transfer import put
 
 # %% ../../nbs/26_text.rnn.ipynb #cf7e3cdf
 def word_tokens(text:str, # One document
@@ -109,7 +110,7 @@ class BPTTLoader(DataLoader):
         "The rows of this rank"
         all,n = self.order(), self.bs*self.world_size*self.length
         part = slice(self.rank*self.bs, (self.rank+1)*self.bs)
-        return tuple(all[i:n+i].view(-1, self.length)[part].to(self.device or 'cpu') for i in (0, 1))
+        return tuple(put(all[i:n+i].view(-1, self.length)[part], self.device or 'cpu') for i in (0, 1))
 
     def create_batches(self, samps):
         x,y = self.rows()

@@ -21,6 +21,7 @@ from fasttransform import Transform
 
 from ..environment import worker_cores
 from ..recipe import UserError, check_field
+from ..transfer import CopiesAhead, put
 from .sources import Item, load_source, split_each
 
 # %% ../../nbs/31_vision.data.ipynb #39e21bf6
@@ -40,7 +41,7 @@ class TooFewImages(UserError):
         super().__init__(f'bs={bs} cannot be: {name} has {n} training images (sample={sample:g}), less than a batch')
         self.n = n
 
-class SeededDL(TfmdDL):
+class SeededDL(CopiesAhead, TfmdDL):
     "A `TfmdDL` whose order and augmentation depend only on its seed, the epoch and the item"
     def __init__(self, dataset, # What to load
                  seed=None, # Of order and augmentation
@@ -123,7 +124,7 @@ class BatchResize(RandTransform):
         size = (self.size, self.size) if self.size else shape
         if tuple(x.shape[-2:]) != size: x = F.interpolate(x, size, mode='bilinear', align_corners=False, antialias=True)
         if self.training and self.flip:
-            swap = (torch.rand(len(x), generator=self.rng) < self.flip).to(x.device)[:,None,None,None]
+            swap = put(torch.rand(len(x), generator=self.rng) < self.flip, x.device)[:,None,None,None]
             x = torch.where(swap, x.flip(-1), x)
         return x
 

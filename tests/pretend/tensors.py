@@ -57,7 +57,7 @@ def attributes(gpu):
         if gpu.device_of(self): raise RuntimeError(f"cannot pin 'torch.cuda.{self.dtype}' only dense CPU tensors can be pinned")
         if is_pinned(self): return self
         torch.cuda._lazy_init()
-        with gpu.pause(): res = self.clone()
+        with gpu.pause(): res = real['to'](self, copy=True)
         gpu.mark(res, CPU, pinned=True)
         return res
 
