@@ -10,6 +10,7 @@ import inspect
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -212,15 +213,25 @@ def packed_call(model, # A model of transformers, best after `fast_attention`
     base = model.base_model
     names,bounds = _names(type(base)),Bounds.of(x)
     packed = {k: v for k,v in x.items() if k in names and k != 'max_length'}
-    packed['position_ids'] = x['position_ids'] + first_position(base)
+    first,causal = _facts(model)
+    packed['position_ids'] = x['position_ids'] + first
     if 'use_cache' in names: packed['use_cache'] = False
-    packed |= _native(model, bounds)
+    packed |= (native := _native(model, bounds))
+    if causal and not native:  # without a mask transformers looks for padding and for ends of texts, and the host waits
+        packed['attention_mask'] = torch.ones_like(packed['input_ids'])
     token = _bounds.set(bounds)
     try:
         with _apart(base, bounds, _fill(model, 'input_ids')):
             if per_token or base is model: return model(**packed, **kwargs)
             with _packing(base, _Body(bounds, packed)): return model(**_padded(model, packed, bounds), **kwargs)
     finally: _bounds.reset(token)
+
+_known = WeakKeyDictionary()
+
+def _facts(model): # asked once, as each costs a walk over all modules
+    "The position of the first token; does nobody look ahead?"
+    if model not in _known: _known[model] = first_position(model.base_model),_causal(model)
+    return _known[model]
 
 def _padded(model, packed, bounds):
     "What a head wants to know of the padded layout"
