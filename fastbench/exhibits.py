@@ -65,7 +65,7 @@ def _tags(side):
     data = [r.data for r in side.runs]
     for key,text in (('fallback', 'fallback data'), ('synthetic', 'synthetic data'), ('fallback_weights', 'fallback weights')):
         if any(d.get(key) for d in data): yield tag('span', text, cls='tag warm')
-    if any(p.get('effective') and p.get('asked') not in (None, p['effective'], 'mixed', 'half') for p in (r.precision for r in side.runs)): yield tag('span', 'not the precision asked for', cls='tag warm')
+    if any(p.get('effective') and p.get('asked') not in (None, p['effective'], 'mixed', 'half', 'fp16-cuda') for p in (r.precision for r in side.runs)): yield tag('span', 'not the precision asked for', cls='tag warm')
     for k in STATUSES:
         if k != 'ok' and (n := sum(r.status == k for r in side.runs)): yield tag('span', f'{n} {k}', cls='tag bad')
 

@@ -49,9 +49,12 @@ def onednn_linear(x, # Inputs, [..., features]
 
 def _products(device, precision): return [torch.matmul, onednn_linear] if device.type == 'cpu' and precision == 'fp32' and has_onednn() else [torch.matmul]
 
+def _tf32(device, precision): return device.type == 'cuda' and precision == 'fp32' and torch.get_float32_matmul_precision() != 'highest'
+
 def _device_key(device, precision):
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else cpu_model() if device.type == 'cpu' else device.type
-    return f'{name} | torch {torch.__version__} | {torch.get_num_threads()} threads | {precision}' + ' | best of two'*(len(_products(device, precision)) > 1)
+    how = ' | best of two'*(len(_products(device, precision)) > 1) + ' | tf32'*_tf32(device, precision) + ' | random'
+    return f'{name} | torch {torch.__version__} | {torch.get_num_threads()} threads | {precision}{how}'
 
 def measure_peak(device='cpu', # Where to multiply
                  precision:str='fp32', # fp32, fp16 or bf16
@@ -60,13 +63,13 @@ def measure_peak(device='cpu', # Where to multiply
     )->float: # FLOP/s
     "The fastest square matrix multiplication"
     device,dtype,best = torch.device(device),DTYPES[precision],0.
-    sizes = sizes or ((2048, 4096, 8192) if device.type == 'cuda' else (512, 1024, 2048))
+    sizes = sizes or ((512, 1024, 2048) if device.type == 'cpu' else (2048, 4096, 8192))
     def wait():
-        if device.type == 'cuda': torch.cuda.synchronize(device)
-    products = _products(device, precision)
+        if device.type != 'cpu': getattr(torch, device.type).synchronize(*[device]*(device.type != 'mps'))
+    products,rng = _products(device, precision),torch.Generator(device).manual_seed(0)
     for n,product in ((n, f) for n in sizes for f in products):
         if 2*n**3 > budget*best > 0: break  # one product would take all the time; smaller ones will do
-        a,b = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(2))
+        a,b = (torch.randn(n, n, device=device, dtype=dtype, generator=rng) for _ in range(2))
         product(a, b); wait()
         end = perf_counter() + budget/len(sizes)/len(products)
         while perf_counter() < end:

@@ -18,6 +18,7 @@ from fastai.optimizer import SGD, Adam, ranger
 from fastai.torch_core import set_seed
 
 from .callback.amp import check_precision
+from .callback.backends import Backends, check_tf32
 from .callback.ema import EMACallback
 from .callback.keepmemory import KeepMemory, check_malloc
 from .callback.onednn import OneDNNLinear, check_onednn
@@ -32,7 +33,7 @@ from .vision.data import TooFewImages, vision_dls
 from .vision.learner import acts, timm_learner, xresnet_learner
 from .vision.resnet import torchvision_learner
 from .vision.small import small_learner
-import fastbench.batch_size  # adds find_batch_size
+from .batch_size import free  # adds find_batch_size
 
 # %% ../nbs/35_learner.ipynb #87a27ade
 @contextmanager
@@ -103,9 +104,15 @@ def _model(r, dls, offline):
     if r.learner == 'timm': return timm_learner(dls, r.arch, **common)
     return xresnet_learner(dls, r.arch, act_cls=acts[r.act], **common)
 
+def _set_backends(learn, r):
+    "On CUDA: cuDNN's search where all images have one size, and TF32"
+    same = True if learn.device.type == 'cuda' and r.learner not in _text and learn.dls.info['size'] else None
+    if same or r.tf32 is not None: learn.add_cb(Backends(same, r.tf32))
+
 def _switch_on(learn, r, precision):
+    _set_backends(learn, r)
     if r.channels_last: learn.to_channelslast()
-    if r.compile: learn.compile()
+    if r.compile: learn.compile(None if r.compile is True else r.compile)
     if r.keep_memory: learn.add_cb(KeepMemory())
     if r.onednn: learn.add_cb(OneDNNLinear())
     if r.ema is not None: learn.add_cb(EMACallback(r.ema))
@@ -126,6 +133,7 @@ def bench_learner(recipe:str|Recipe, # A recipe or its name
     device = find_device(device)
     precision = precision_on(r.precision, device)
     check_precision(precision.rpartition('-')[2], device)
+    if r.tf32: check_tf32(device)
     if r.keep_memory: check_malloc(device)
     if r.onednn: check_onednn(device, precision, r.compile)
     _refuse_mixtures(r)
@@ -136,6 +144,8 @@ def bench_learner(recipe:str|Recipe, # A recipe or its name
     _switch_on(learn, r, precision)
     if r.bs != 'largest': return learn
     found = learn.find_batch_size(start=16, memory=r.memory)
+    del learn
+    free(device)  # its model is not to take room from the one that trains
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # they were given above
         learn = bench_learner(r, device, offline, bs=int(found), memory=None)

@@ -49,6 +49,10 @@ def _pairs():
         return _check(v[0][0] == 0 and v[-1][0] == 1 and all(a[0] < b[0] for a,b in zip(v, v[1:])) and all(0 <= y for _,y in v), v)
     return f, 'pairs of (share of the fit, share of lr), the first at 0, the last at 1'
 
+def _modes():
+    names = 'default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs'
+    return lambda v: _check(isinstance(v, bool) or isinstance(v, str) and v in names, v), f"True or False, or a mode: {', '.join(names)}"
+
 def _maybe(rule): return lambda v: None if v is None else rule[0](v), f'{rule[1]}, or None'
 
 def _f(rule, about, **kwargs): return field(metadata=dict(rule=rule, about=about), **kwargs)
@@ -73,15 +77,16 @@ class Recipe:
     wd: float|None = _f(_maybe(_real(0)), "weight decay; None: the optimizer's default", default=None)
     opt: str = _f(_one_of('adam', 'adamw', 'sgd', 'ranger', 'fused_adam', 'fused_adamw', 'fused_sgd', 'foreach_adam', 'foreach_adamw', 'foreach_sgd',
                           'nesterov', 'muon'),
-                  'optimizer', default='adam')
+                  'optimizer', default='fused_adam')
     eps: float|None = _f(_maybe(_real(0, above=True)), "the optimizer's epsilon; None: its default", default=None)
     schedule: str = _f(_one_of('one_cycle', 'flat', 'linear'), 'learning-rate schedule; linear goes by knots', default='one_cycle')
     knots: tuple = _f(_pairs(), 'a piecewise linear schedule', default=((0, 1), (1, 0)))
     label_smoothing: float = _f(_real(0, 1), 'label smoothing', default=0.)
-    precision: str = _f(_one_of('fp32', 'fp16', 'bf16', 'mixed', 'half-fp16', 'half-bf16', 'half'),
-                        'precision asked for; mixed and half: fp16 on a GPU, bf16 elsewhere', default='fp32')
+    precision: str = _f(_one_of('fp32', 'fp16', 'bf16', 'mixed', 'fp16-cuda', 'half-fp16', 'half-bf16', 'half'),
+                        'precision asked for; mixed and half: bf16 where the device multiplies it, fp16 on older GPUs; fp16-cuda: fp16 on every GPU, bf16 elsewhere', default='fp32')
     channels_last: bool = _f(_yes_no(), 'channels-last memory format', default=False)
-    compile: bool = _f(_yes_no(), 'torch.compile', default=False)
+    compile: bool|str = _f(_modes(), 'torch.compile, and in which of its modes', default=False)
+    tf32: bool|None = _f(_maybe(_yes_no()), "TF32 in matrix products and convolutions of fp32 (CUDA); None: as PyTorch is set", default=None)
     keep_memory: bool = _f(_yes_no(), 'freed memory stays with the process between batches (CPU)', default=False)
     onednn: bool = _f(_yes_no(), 'linear layers in fp32 are multiplied by oneDNN instead of MKL (CPU)', default=False)
     norm: int|None = _f(_maybe(_whole(2)), 'samples in a ghost batch of batch norm (small); None: the whole batch', default=None)
@@ -213,7 +218,7 @@ for n,bs,bs16,figures in [
     register(Recipe(f'cifar100-resnet{n}', f"torchvision's ResNet-{n} on CIFAR-100 at 224 px, body frozen", arch=f'resnet{n}', bs=bs, **_cifar100),
         [o for gpu,s32,a32,s16,a16 in figures for o in ((gpu, 'fp32', s32, a32, bs), (gpu, 'fp16', s16, a16, bs16))])
 
-_hf = dict(learner='hf', bs=16, precision='fp16', opt='adam', wd=0., split='own')
+_hf = dict(learner='hf', bs=16, precision='fp16', wd=0., split='own')
 register(Recipe('imdb-roberta', 'RoBERTa-base on a fifth of IMDB, at a rate at which it learns (published: 3e-3, at which it did not)', arch='roberta-base', pretrained=True, data='imdb',
     sample=.2, epochs=4, lr=2e-5, **_hf),
     [('SageMaker T4', 'fp16', 596.8), ('SageMaker T4', 'fp32', 1525, None, 8), ('Colab Pro P100', 'fp16', 828.9), ('Colab Pro P100', 'fp32', 877.0, None, 8),
@@ -221,21 +226,21 @@ register(Recipe('imdb-roberta', 'RoBERTa-base on a fifth of IMDB, at a rate at w
      ('Colab Pro high-RAM T4', 'fp32', 1602, None, 8)])
 for name,changes,took in [('imagenette-xse_resnet50', dict(bs=48, epochs=2), 1330), ('imagenette-xresnet18', dict(bs=48, epochs=2), 146.2), ('imdb-roberta', dict(bs=12, epochs=1, sample=.1), 626.3)]:
     register(get_recipe(name, name=f'{name}-small', about=f'{name} for a GPU of 12 GB: smaller batches, fewer epochs', **changes), [('Colab free K80', 'fp16', took)])
-_imdb = _hf | dict(arch='distilbert-base-uncased', pretrained=True, data='imdb', split='pooled', bs=12, epochs=3, lr=5e-5, seed=123, schedule='flat', precision='fp32')
+_imdb = _hf | dict(arch='distilbert-base-uncased', pretrained=True, data='imdb', split='pooled', bs=12, epochs=3, lr=5e-5, seed=123, schedule='flat', precision='fp32', opt='adam')
 register(Recipe('imdb-distilbert', 'DistilBERT on IMDB, 35,000 reviews to train, sorted by length', **_imdb), [('A100', 'fp32', 1357.8, .9143), ('A100', 'fp16', 525, .922)])
 _tiny = _hf | dict(arch='distilbert-tiny', epochs=3, lr=2e-3, precision='fp32')
 register(Recipe('docstrings-distilbert', 'which package a docstring is of: real English of very uneven length, a small model', data='docstrings', max_length=128, **_tiny))
 
-_lm = dict(learner='rnn', bs=20, bptt=35, epochs=30, lr=3e-3, opt='adam', wd=0.)
+_lm = dict(learner='rnn', bs=20, bptt=35, epochs=30, lr=3e-3, wd=0.)
 for o,about in dict(lstm='LSTM', gru='GRU', rnn='Elman RNN').items(): register(Recipe(f'wikitext2-{o}', f'word-level language model on WikiText-2: {about}', arch=o, data='wikitext2', **_lm))
 register(Recipe('docstrings-lstm', 'word-level language model on docstrings: LSTM', arch='lstm', data='docstrings', sample=.3, **(_lm | dict(epochs=2))))
 
 register_suite('quick', 'digits-xresnet18', 'photos-xresnet18', 'docstrings-distilbert')
 register_suite('colab', 'imagenette-xse_resnet50', 'imagenette-xresnet18', 'imagenette-xse_resnext50', 'imagenette-timm_resnet50', 'imdb-roberta')
 register_suite('colab-small', 'imagenette-xse_resnet50-small', 'imagenette-xresnet18-small', 'imdb-roberta-small')
-register_suite('wikitext', *(f'wikitext2-{o}' for o in ('lstm', 'gru', 'rnn')), variants=[dict(precision='fp32'), dict(precision='mixed')])
+register_suite('wikitext', *(f'wikitext2-{o}' for o in ('lstm', 'gru', 'rnn')), variants=[dict(precision='fp32'), dict(precision='fp16-cuda')])
 register_suite('fp16', *(f'cifar100-resnet{n}' for n in (18, 34, 50, 101, 152)),
-    variants=[dict(precision='fp32'), dict(precision='mixed'), dict(precision='fp32', bs='largest'), dict(precision='mixed', bs='largest')])
+    variants=[dict(precision='fp32'), dict(precision='fp16-cuda'), dict(precision='fp32', bs='largest'), dict(precision='fp16-cuda', bs='largest')])
 
 # %% ../nbs/00_recipe.ipynb #79065245
 @dataclass(frozen=True)
@@ -299,7 +304,7 @@ _dawn = (
          dict(arch='airbench', epochs=8, opt='muon', lr=.24, act='relu', ema=None, norm=None, cutout=0, bs=1000, compile=True, knots=_knots((0, 1, 8), (.2, 1, .07))), 2.59, .94))
 
 _small = dict(learner='small', arch='resnet18-kinked', size=32, epochs=35, wd=5e-4, opt='nesterov', schedule='linear', augment='items', pad=4, flip=.5,
-              knots=_knots((0, 15, 30, 30.01, 35), (.002, .1, .01, .005, .0001)), precision='mixed')
+              knots=_knots((0, 15, 30, 30.01, 35), (.002, .1, .01, .005, .0001)), precision='fp16-cuda')
 register_ladder(Recipe('dawn', 'CIFAR-10 to 94%, one line after another; published on one V100', data='cifar10', bs=128, lr=.1, target=.94, **_small), *_dawn)
 
 # %% ../nbs/00_recipe.ipynb #44659afb
@@ -311,7 +316,7 @@ register_ladder(Recipe('dawn-photos', 'shapes on photographs to 95%, by the rung
 _faster = (
     Rung('plain', 'random batches, every text padded to max_length, fp32', {}, 1357.8, .9143),
     Rung('best', 'the best epoch is kept', dict(best=True), 1385.4, .92),
-    Rung('mixed', 'mixed precision', dict(precision='mixed'), 525, .922),
+    Rung('mixed', 'mixed precision', dict(precision='fp16-cuda'), 525, .922),
     Rung('compile', 'torch.compile', dict(compile=True)),
     Rung('dynamic', 'padded to the longest of the batch (and so of many lengths: not compiled)', dict(loader='random', compile=False)),
     Rung('sorted', 'texts of one length together', dict(loader='sorted')),

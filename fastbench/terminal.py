@@ -49,6 +49,7 @@ class Precision(str, Enum):
     fp16 = 'fp16'
     bf16 = 'bf16'
     mixed = 'mixed'
+    fp16_cuda = 'fp16-cuda'
     half_fp16 = 'half-fp16'
     half_bf16 = 'half-bf16'
     half = 'half'

@@ -6,6 +6,7 @@
 __all__ = ['find_device', 'precision_on', 'BenchLearner']
 
 # %% ../nbs/15_training.ipynb #81360b09
+import os, warnings
 from importlib.util import find_spec
 
 import torch
@@ -13,35 +14,50 @@ from fastai.callback.channelslast import ChannelsLast as FastaiChannelsLast
 from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
 from fastai.torch_core import default_device
 
-from .callback.amp import MixedPrecision, check_precision
+from .callback.amp import MixedPrecision, check_precision, native_bf16
 from .callback.channelslast import ChannelsLast
 from .callback.compiling import Compile
-from .callback.device import train_device
+from .callback.device import indexed, train_device
 from .callback.half import HalfPrecision
 from .loop import FastLoop
 from .recipe import UserError
 
 # %% ../nbs/15_training.ipynb #6f02ba00
-def find_device(device=None # As torch writes it: 'cpu', 'cuda', 'cuda:1', 'mps'; None: fastai's default
-    )->torch.device: # One that is there
+_counts = dict(cpu=lambda: 1, cuda=lambda: torch.cuda.device_count(), mps=lambda: int(torch.backends.mps.is_available()), xpu=lambda: torch.xpu.device_count())
+
+def _why_no_cuda():
+    "The likely cause, as far as it can be told"
+    hidden = os.environ.get('CUDA_VISIBLE_DEVICES')
+    if hidden is not None: return f'CUDA_VISIBLE_DEVICES={hidden!r} shows none: unset it, or name one that `nvidia-smi -L` lists'
+    if not (torch.version.cuda or torch.version.hip): return 'this torch was built for CPUs only: install one built for CUDA'
+    with warnings.catch_warnings(record=True) as got:
+        warnings.simplefilter('always')
+        torch.cuda.is_available()
+    said = ' '.join(str(got[0].message).split())[:300] if got else ''
+    if 'driver' in said and 'too old' in said: return f'the NVIDIA driver is too old for CUDA {torch.version.cuda}: update it, or install an older torch'
+    return said or 'is there a driver? `nvidia-smi` shows it'
+
+def find_device(device=None # As torch writes it: 'cpu', 'cuda', 'cuda:1', 'mps', 'xpu'; None: fastai's default
+    )->torch.device: # One that is there, a GPU with its number
     "The device to train on"
-    if device is None: return torch.device(default_device())
+    if device is None: return indexed(torch.device(default_device()))
     try: d = torch.device(device)
     except (RuntimeError, TypeError): d = torch.device('meta')
-    if d.type not in ('cpu', 'cuda', 'mps'): raise UserError(f'device {str(device)!r} cannot be: it is one of cpu, cuda, cuda:1, mps')
-    have = dict(cpu=lambda: 1, cuda=torch.cuda.device_count, mps=lambda: int(torch.backends.mps.is_available()))[d.type]()
-    if not have: raise UserError(f'device {str(device)!r} is not there: torch {torch.__version__} finds no {d.type.upper()} here. Is there a driver, and is '
-                                 "the device not hidden (CUDA_VISIBLE_DEVICES)? device='cpu' works everywhere")
+    if d.type not in _counts: raise UserError(f'device {str(device)!r} cannot be: it is one of cpu, cuda, cuda:1, mps, xpu')
+    have = _counts[d.type]()
+    why = _why_no_cuda() if d.type == 'cuda' and not have else 'is there a driver?'
+    if not have: raise UserError(f"device {str(device)!r} is not there: torch {torch.__version__} finds no {d.type.upper()} here; {why}. device='cpu' works everywhere")
     if (d.index or 0) >= have: raise UserError(f'device {str(device)!r} is not there: torch finds {have} of this kind, numbered from 0')
-    return d
+    return indexed(d)
 
 # %% ../nbs/15_training.ipynb #2e1504f3
 def precision_on(precision:str, # As in a recipe
                  device:torch.device, # Where to train
     )->str: # fp32, fp16, bf16, half-fp16 or half-bf16
-    "What `mixed` and `half` mean on a device: fp16 on a GPU, bf16 elsewhere"
-    dtype = 'fp16' if device.type == 'cuda' else 'bf16'
-    return dict(mixed=dtype, half=f'half-{dtype}').get(precision, precision)
+    "What `mixed`, `half` and `fp16-cuda` mean on a device"
+    old = device.type == 'cuda' and not native_bf16(device)
+    dtype = 'fp16' if old or device.type == 'cuda' and precision == 'fp16-cuda' else 'bf16'
+    return {'mixed': dtype, 'fp16-cuda': dtype, 'half': f'half-{dtype}'}.get(precision, precision)
 
 # %% ../nbs/15_training.ipynb #b99e36a1
 class BenchLearner(FastLoop):

@@ -8,6 +8,7 @@ __all__ = ['Profiler']
 # %% ../../nbs/10_callback.profiler.ipynb #a11a11c9
 import sys, warnings
 from contextlib import contextmanager
+from time import perf_counter
 
 import torch
 from fastai.callback.core import Callback
@@ -70,7 +71,7 @@ class Profiler(Callback):
         if self._edges: self._end()
         self.watch = Stopwatch(Profile(o['keep']))
         self._trace = Trace(o['trace'], o['trace_steps']) if o['trace'] else None
-        self._batch,self._kernels = None,None
+        self._batch,self._kernels,self.counting = None,None,0.  # counting: seconds spent on FLOPs, after fits
 
     @property
     def learn(self): return self._learn
@@ -239,9 +240,10 @@ def _keep_kernels(self:Profiler):
 @patch
 def _count(self:Profiler):
     "After a fit; what cannot be counted must not fail it"
+    start = perf_counter()
     try: self.profile.facts['efficiency'] = _efficiency(self)
     except Exception as e: warnings.warn(f'no FLOPs were counted: {type(e).__name__}: {e}. The times are not affected; profile without flops=True')
-    self._batch = None
+    self._batch,self.counting = None,self.counting + perf_counter() - start
 
 # %% ../../nbs/10_callback.profiler.ipynb #671f4bed
 @patch(as_prop=True)

@@ -144,7 +144,7 @@ def close(self:Stopwatch):
     for o in self.profile.outside['between']: self.profile.add_outside('between', o, 0., 1)
     self._record('fit')
     self.running = False
-    if self.device is not None: self.device.drain(wait=True)
+    if self.device is not None: self.device.finish()
 
 # %% ../../nbs/08_callback.stamps.ipynb #106c742a
 @patch
