@@ -34,7 +34,8 @@ from .learner import bench_learner
 from .noise import gpu_state
 from .recipe import UserError
 from .run import run_recipe
-from .text.packed import check_packed, fast_attention, packed_call
+from .text.check import _probe
+from .text.packed import fast_attention, packed_call
 from .training import BenchLearner
 
 # %% ../nbs/41_checks.ipynb #ck000005
@@ -190,7 +191,6 @@ FAMILIES = ('BERT', 'RoBERTa', 'ModernBERT', 'Llama')
 
 def _both(model, dtype, lengths=(30, 7, 19)):
     "(output, gradient) of a packed and of a padded batch, as lists of tensors"
-    from fastbench.text.packed import _probe
     packed,padded,bounds = _probe(model, list(lengths))
     cast = torch.autocast(next(model.parameters()).device.type, dtype=dtype, enabled=dtype != torch.float32)
     res = []

@@ -74,7 +74,7 @@ def test_command(tmp_path):
     assert out.returncode == 0, out.stderr
     assert [o['verdict'] for o in json.loads(out.stdout)['rows']] == ['skipped', 'skipped'] and (tmp_path/'selftest.html').exists()
     out = command('selftest', '--device', 'cuda:7', '--out', str(tmp_path))
-    assert out.returncode == 4 and out.stderr.startswith("fastbench: device 'cuda:7' is not there") and out.stderr.count('\n') == 1
+    assert out.returncode == 2 and out.stderr.startswith("fastbench: device 'cuda:7' is not there") and out.stderr.count('\n') == 1
     out = command('list', 'runs', '--out', str(tmp_path))
     assert out.returncode == 0 and 'selftest-' in out.stdout
 
@@ -128,11 +128,10 @@ def test_a_peak_that_makes_no_sense_is_found(monkeypatch):
 
 
 def test_on_a_pretended_gpu(monkeypatch):
-    "The paths that a GPU takes go through; of waits only that they are counted where PyTorch tells of them"
+    "The kernels for packed texts, the peak and CUPTI are not there; the rest of a training is"
     with pretend(devices=2) as gpu:
-        found = selftest('cuda', only=('device names', 'packed'))
-        assert verdicts(found) == {'packed': 'passed', 'device names': 'passed'}, [o['detail'] for o in found.rows]
-        assert [o['detail'] for o in found.rows if o['check'] == 'device names'] == ['cuda, cuda:0, cuda:1']
+        row, = selftest('cuda', only=('device names',)).rows
+        assert row['verdict'] == 'passed' and row['detail'] == 'cuda, cuda:0, cuda:1'
 
 
 def test_waits_are_counted_by_what_pytorch_says(monkeypatch, gpu):

@@ -6,7 +6,7 @@
 __all__ = ['selftest']
 
 # %% ../../nbs/53_command.selftest.ipynb #sc000003
-import sys
+import sys, warnings
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -26,6 +26,9 @@ def selftest(
 ):
     "Check that fastbench is right on this device: a verdict for each check, a report, a line to paste."
     check_folder(out)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # of libraries, as they are imported
+        import fastbench.checks
     from fastbench.selftest import selftest
     def tell(row):
         if not as_json: print(f"  {row['check']}: {row['verdict']}", file=sys.stderr, flush=True)
