@@ -8,7 +8,7 @@ __all__ = ['CHECKS', 'WAITS', 'NETS', 'FAMILIES', 'NotHere', 'Here', 'check', 'r
            'time_to_accuracy', 'faster', 'tests']
 
 # %% ../nbs/41_checks.ipynb #ck000003
-import gc, os, subprocess, sys, tempfile, warnings
+import os, subprocess, sys, warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,16 +18,12 @@ import torch
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
 from fastai.data.core import DataLoaders
-from fastai.learner import Learner
 from fastai.optimizer import SGD
 from torch import nn
 
 import fastbench
 from .batch_size import free
-from .callback.amp import MixedPrecision, check_precision, native_bf16
-from .callback.compiling import Compile
-from .callback.ema import EMACallback
-from .callback.kernels import Kernels
+from .callback.amp import MixedPrecision, check_precision
 from .environment import _ask, _cuda
 from .flops import measure_peak
 from .learner import bench_learner
@@ -179,12 +175,12 @@ def device_names(here):
 # %% ../nbs/41_checks.ipynb #ck000012
 def _tiny(family, dropout=0.):
     import transformers as t
-    common = dict(vocab_size=120, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
+    common = dict(vocab_size=120, bos_token_id=1, eos_token_id=2, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
     dropouts = dict(hidden_dropout_prob=0., attention_probs_dropout_prob=dropout)
     torch.manual_seed(0)
     if family == 'BERT': return t.BertModel(t.BertConfig(**common, **dropouts), add_pooling_layer=False)
     if family == 'RoBERTa': return t.RobertaModel(t.RobertaConfig(**common, **dropouts), add_pooling_layer=False)
-    if family == 'ModernBERT': return t.ModernBertModel(t.ModernBertConfig(**common, local_attention=8, global_attn_every_n_layers=2, attention_dropout=dropout, pad_token_id=0))
+    if family == 'ModernBERT': return t.ModernBertModel(t.ModernBertConfig(**common, local_attention=8, global_attn_every_n_layers=2, attention_dropout=dropout, pad_token_id=0, cls_token_id=1, sep_token_id=2))
     return t.LlamaModel(t.LlamaConfig(**common, num_key_value_heads=2, attention_dropout=dropout, pad_token_id=0))
 
 FAMILIES = ('BERT', 'RoBERTa', 'ModernBERT', 'Llama')
