@@ -50,15 +50,16 @@ def turn(g, # Matrices of one shape: (matrices, rows, columns)
     "`orthogonal`, compiled on CUDA"
     if g.device.type != 'cuda' or 'cuda' in _eager: return orthogonal(g, steps, matmul_dtype(g.device))
     try: return _compiled()(g, steps, matmul_dtype(g.device))
-    except Exception as e:  # no Triton, no C compiler, a version of torch that cannot: the arithmetic is the same without
+    except Exception as e:  # no Triton, no C compiler: the arithmetic is the same without
         _eager.add('cuda')
-        warnings.warn(f'muon: its matrices are turned by single kernels, slower: torch.compile failed ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else ""})')
+        why = f'{type(e).__name__}: {(str(e).splitlines() or [""])[0]}'
+        warnings.warn(f'muon: its matrices are turned by single kernels, slower: torch.compile failed ({why})')
         return orthogonal(g, steps, matmul_dtype(g.device))
 
 # %% ../nbs/14_muon.ipynb #b31169fc
 class MuonSGD(torch.optim.Optimizer):
     "Muon for filters, Nesterov momentum for everything else"
-    _step_supports_amp_scaling = True  # as of torch's fused optimizers: `found_inf` and `grad_scale` may be set for a step
+    _step_supports_amp_scaling = True  # as of torch's fused optimizers: `found_inf`, `grad_scale` may be set for a step
     def __init__(self, params, # Parameters, or groups of them
                  lr=.24, # Learning rate
                  momentum=.6, # Share of the direction before
@@ -92,15 +93,17 @@ def _momentum(self:MuonSGD, group, ps, to, lr, wd):
     "Take a Nesterov step on the matrices `to`"
     if not ps: return
     for p in ps:
-        if not self.state[p] and not _is_dense(p): p.data = p.data.contiguous()  # fused kernels go by the order in memory
+        if not self.state[p] and not _is_dense(p): p.data = p.data.contiguous()  # fused kernels go by memory
         buf = self.state[p].get('momentum_buffer')
         self.state[p]['momentum_buffer'] = torch.zeros_like(p) if buf is None else _as(buf, p)
     bufs = [_rows(self.state[p]['momentum_buffer']) for p in ps]
-    torch._fused_sgd_(to, [_rows(_as(p.grad, p)) for p in ps], bufs, weight_decay=wd, momentum=group['momentum'], lr=lr, dampening=0., nesterov=True,
-                      maximize=False, is_first_step=False, grad_scale=None, found_inf=getattr(self, 'found_inf', None))
+    grads,found = [_rows(_as(p.grad, p)) for p in ps],getattr(self, 'found_inf', None)
+    torch._fused_sgd_(to, grads, bufs, weight_decay=wd, momentum=group['momentum'], lr=lr, dampening=0., nesterov=True,
+                      maximize=False, is_first_step=False, grad_scale=None, found_inf=found)
 
 @patch
-def _nesterov(self:MuonSGD, group, ps): self._momentum(group, ps, [_rows(p) for p in ps], group['lr']*group['rest'], group['weight_decay'])
+def _nesterov(self:MuonSGD, group, ps):
+    self._momentum(group, ps, [_rows(p) for p in ps], group['lr']*group['rest'], group['weight_decay'])
 
 @patch
 def _turn(self:MuonSGD, group, ps):

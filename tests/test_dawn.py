@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastbench.schedule  # noqa: F401  (adds fit_linear)
+from fastbench.callback.ema import EMACallback
 from fastbench.callback.tta import FlipTTA
 from fastbench.ladder import Climb, ladder_recipes, rounds
 from fastbench.learner import bench_learner
@@ -20,6 +21,7 @@ from fastbench.phases import Profile, step_columns, to_dict
 from fastbench.recipe import Recipe, Rung, UserError, but, get_ladder, get_recipe, ladders, register_ladder, suites
 from fastbench.record import Run, from_json
 from fastbench.run import run_recipe
+from fastbench.training import BenchLearner
 from fastbench.vision.augment import augmented
 from fastbench.vision.data import CorruptImage, vision_dls
 from fastbench.vision.small import GhostBatchNorm, small_archs, small_net, whiten
@@ -272,6 +274,38 @@ def test_mirrored_prediction_leaves_the_batch_as_it_was():
     assert [o[1:] for o in seen] == [((4, 1, 2, 2), (4, 2))]*4
     learn = Learner(DataLoaders([(torch.randn(4, 2), b[0][1])], [(torch.randn(4, 2), b[0][1])]), nn.Linear(2, 2), loss_func=nn.CrossEntropyLoss(), cbs=FlipTTA())
     with learn.no_logging(), pytest.raises(UserError, match='mirrors batches of images'): learn.fit(1)
+
+
+def test_airbench_on_a_gpu_is_half_and_launches_little(gpu, monkeypatch):
+    "Loss, scaler, optimizer, averages and what holds the weights in 16 bits: at most 60 operations a step, Newton-Schulz apart, which is compiled"
+    import fastbench.muon as module
+    turned = []
+    def turn(g, steps):
+        n = gpu.launches
+        res = orthogonal(g, steps, torch.float32)
+        turned.append(gpu.launches-n)
+        return res
+    monkeypatch.setattr(module, 'turn', turn)
+    marks = []
+
+    class Marks(Callback):
+        def __init__(self, order): self.order = order
+        def __call__(self, event):
+            if getattr(self.learn, 'training', False): marks.append((event, self.order, gpu.launches-sum(turned), len(gpu.waits)))
+    data = [(torch.randn(16, 3, 32, 32).cuda(), torch.randint(10, (16,)).cuda()) for _ in range(6)]
+    net = small_net('airbench', 3, 10, 'gelu', images=torch.randn(8, 3, 32, 32)).to(memory_format=torch.channels_last)
+    learn = BenchLearner(DataLoaders(data, data[:1]), net.cuda(), loss_func=nn.CrossEntropyLoss(label_smoothing=.2), opt_func=muon, lr=.24, cbs=EMACallback(.99)).to_half('fp16')
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=[Marks(-1e9), Marks(1e9)])
+    starts = [i for i, (e, order, *_) in enumerate(marks) if e == 'before_batch' and order < 0]
+    step = marks[starts[3]:starts[4]+1]
+    own = sum(b[2]-a[2] for a, b in zip(step, step[1:]) if (a[0], a[1] > 0) not in {('before_batch', True), ('before_backward', True)})
+    assert 20 < own <= 60 and step[0][3] == step[-1][3], 'and waits for nothing'
+    assert learn.mixed_precision.scales and not gpu.races
+
+
+def test_the_airbench_rung_is_half_and_of_2000():
+    r = get_recipe('dawn-airbench')
+    assert (r.bs, r.precision, r.compile) == (2000, 'half', 'max-autotune') and get_recipe('dawn-photos-airbench').bs == 128
 
 
 # Recipes and ladders

@@ -20,8 +20,9 @@ def skips_on_device(opt # fastai's optimizer of a Learner
     )->bool:
     "Can its step be skipped by a tensor, so that the host need not know?"
     o = inner(opt)
-    if not getattr(o, '_step_supports_amp_scaling', False) or 'grad_scaler' in signature(o.step).parameters: return False
-    if any(g.get('dampening') for g in o.param_groups): return False  # torch's first step has none of it, and may be skipped
+    if not getattr(o, '_step_supports_amp_scaling', False): return False
+    if 'grad_scaler' in signature(o.step).parameters: return False  # an older contract
+    if any(g.get('dampening') for g in o.param_groups): return False  # torch's first step, which may be skipped, has none
     return len({p.device for g in o.param_groups for p in g['params']}) == 1
 
 def first_momentum(opt): # torch's optimizer, before a step
@@ -50,6 +51,7 @@ class StepLog:
     def read(self):
         "`scales` and `skipped` with all that was added: the host waits for one copy"
         rows = torch.cat(self._rows)[:len(self._steps)].tolist() if self._steps else []
-        for step,(scale,found) in zip(self._steps, rows): self.skipped.append(step) if found else self.scales.append(scale)
+        self.skipped += [step for step,(_,found) in zip(self._steps, rows) if found]
+        self.scales += [scale for scale,found in rows if not found]
         self._steps,self._rows = [],[]
         return self

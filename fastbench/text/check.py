@@ -65,8 +65,8 @@ class CheckPacked(DuringFit):
     def switch_on(self):
         if getattr(self.dls.train, 'loader', None) != 'packed': return
         if any(isinstance(o, Compile) for o in self.learn.cbs):
-            raise UserError("torch.compile does not go with packed batches: their number of texts changes from batch to batch, and each would be compiled anew; "
-                            "take loader='sorted', or leave compile out")
+            raise UserError("torch.compile does not go with packed batches: their number of texts changes from batch to batch, "
+                            "and each would be compiled anew; take loader='sorted', or leave compile out")
         device,amp = train_device(self.learn),next((o for o in self.learn.cbs if isinstance(o, MixedPrecision)), None)
         dtype = torch.float32 if amp is None else amp.dtype
         if self._since or device.type == 'cpu' or (device, dtype, type(amp)) in self._done: return
@@ -82,5 +82,5 @@ class CheckPacked(DuringFit):
         for heads,kv,dim,causal,window,scale in sorted(asked, key=str):
             try: ask_kernel(device, dtype, bounds, heads, kv, dim, causal=causal, window=window, scale=scale)
             except (ValueError, RuntimeError) as e:
-                raise UserError(f"attention over packed texts is not right{where}, for {heads} heads of {dim} ({str(e).splitlines()[0]}): take loader='budget' or 'sorted', "
-                                "or another precision") from e
+                raise UserError(f"attention over packed texts is not right{where}, for {heads} heads of {dim} "
+                                f"({str(e).splitlines()[0]}): take loader='budget' or 'sorted', or another precision") from e

@@ -42,16 +42,17 @@ def _repeated(q, k): return k if k.shape[1] == q.shape[1] else k.repeat_interlea
 
 def _flash(q, k, v, bounds, causal, window, scale=None, dropout_p=0.):
     left = window-1 if window else None
-    out = torch.ops.aten._flash_attention_forward(
-        *(_laid(o)[0] for o in (q, k, v)), bounds.cu, bounds.cu, bounds.longest, bounds.longest, dropout_p, causal, False, scale=_scale(q, scale),
-        window_size_left=left, window_size_right=left if left is None or not causal else 0)[0]
+    right,cu,n = left if left is None or not causal else 0,bounds.cu,bounds.longest
+    out = torch.ops.aten._flash_attention_forward(*(_laid(o)[0] for o in (q, k, v)), cu, cu, n, n, dropout_p, causal,
+        False, scale=_scale(q, scale), window_size_left=left, window_size_right=right)[0]
     return out[None,...,:v.shape[-1]].transpose(1, 2)
 
 def _efficient(q, k, v, bounds, causal, window, scale=None, dropout_p=0.):
     k,v = _repeated(q, k),_repeated(q, v)
     grad = torch.is_grad_enabled() and any(o.requires_grad for o in (q, k, v))
-    out = torch.ops.aten._efficient_attention_forward(
-        *map(_laid, (q, k, v)), None, bounds.cu, bounds.cu, bounds.longest, bounds.longest, dropout_p, int(causal), grad, scale=_scale(q, scale), window_size=window)[0]
+    cu,n = bounds.cu,bounds.longest
+    out = torch.ops.aten._efficient_attention_forward(*map(_laid, (q, k, v)), None, cu, cu, n, n, dropout_p, int(causal),
+        grad, scale=_scale(q, scale), window_size=window)[0]
     return out[...,:v.shape[-1]].transpose(1, 2)
 
 # %% ../../nbs/22_text.kernels.ipynb #3c994273
@@ -64,12 +65,14 @@ def _band(n, window, causal, device):
 def _by_text(q, k, v, bounds, causal, window, scale=None, dropout_p=0.):
     res,more = [],dict(scale=scale, dropout_p=dropout_p, enable_gqa=k.shape[1] != q.shape[1])
     for n,a,b,c in zip(bounds.n, q.split(bounds.n, 2), k.split(bounds.n, 2), v.split(bounds.n, 2)):
-        if window and n > window: res.append(F.scaled_dot_product_attention(a, b, c, attn_mask=_band(n, window, causal, q.device), **more))
-        else: res.append(F.scaled_dot_product_attention(a, b, c, is_causal=causal and n > 1, **more))
+        inside = not window or n <= window
+        mask = dict(is_causal=causal and n > 1) if inside else dict(attn_mask=_band(n, window, causal, q.device))
+        res.append(F.scaled_dot_product_attention(a, b, c, **mask, **more))
     return torch.cat(res, 2)
 
 def _dense(q, k, v, bounds, causal, window, scale=None, dropout_p=0.):
-    return F.scaled_dot_product_attention(q, _repeated(q, k), _repeated(q, v), attn_mask=bounds.dense(causal, window), scale=scale, dropout_p=dropout_p)
+    k,v,mask = _repeated(q, k),_repeated(q, v),bounds.dense(causal, window)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
 
 _kernels = dict(flash=_flash, efficient=_efficient, by_text=_by_text, dense=_dense)
 
@@ -78,7 +81,8 @@ def _one_dtype(q, k, v):
     "In the precision of autocast, or that of the values"
     kind = q.device.type
     if kind == 'cpu': return q,k,v  # PyTorch does it itself
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and v.dtype in (torch.float32, torch.float16, torch.bfloat16) else v.dtype
+    cast = torch.is_autocast_enabled(kind) and v.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    dtype = torch.get_autocast_dtype(kind) if cast else v.dtype
     return tuple(o.to(dtype) for o in (q, k, v))
 
 def _capability(device):
@@ -92,10 +96,11 @@ def _say(name, q, bounds):
     if q.device.type == 'cpu' or (name, where) in _said: return
     _said.add((name, where))
     if name == 'dense':
-        cost = f'all {n:,} x {n:,} pairs of tokens in each layer, about {q.shape[1]*n*n*q.element_size()/1e9:,.2g} GB at this batch where they are kept, and a mask of {n*n/1e9:,.2g} GB'
+        cost = (f'all {n:,} x {n:,} pairs of tokens in each layer, about {q.shape[1]*n*n*q.element_size()/1e9:,.2g} GB '
+                f'at this batch where they are kept, and a mask of {n*n/1e9:,.2g} GB')
     else: cost = f'each of the {texts:,} texts by itself in each layer, which launches {texts:,} times as many kernels'
-    warnings.warn(f"packed batches: attention on {where} has no kernel for texts of many lengths, and computes {cost}; precision 'mixed' on a newer CUDA device, or "
-                  "loader='sorted', avoids that. Said once")
+    warnings.warn(f"packed batches: attention on {where} has no kernel for texts of many lengths, and computes {cost}; "
+                  "precision 'mixed' on a newer CUDA device, or loader='sorted', avoids that. Said once")
 
 # %% ../../nbs/22_text.kernels.ipynb #d1c0384b
 def packed_attention(q, # Queries: (1, heads, tokens, numbers)
@@ -134,12 +139,14 @@ def ask_kernel(device:torch.device, # Where
     "Is the kernel that would be taken there right?"
     rng,n = torch.Generator().manual_seed(0),sum(bounds.n)
     q,k,v = (torch.randn(1, h, n, head_dim, generator=rng).to(device, dtype) for h in (heads, kv_heads, kv_heads))
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False), torch.random.fork_rng([device] if device.type == 'cuda' else []):
+    kept = torch.random.fork_rng([device] if device.type == 'cuda' else [])
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False), kept:
         got = _answers(packed_attention, q, k, v, bounds=bounds, **how)
         plain = dict(causal=how.get('causal', False), window=how.get('window'), scale=how.get('scale'))
         want = _answers(_by_text, q.float(), k.float(), v.float(), bounds=bounds, **plain)
         dropped = _answers(packed_attention, q, k, v, bounds=bounds, dropout=.1, **how)
-    for what,a,b,c in zip(('output', 'gradient of queries', 'gradient of keys', 'gradient of values'), got, want, dropped):
-        most = b.abs().max()
-        if not (a.float() - b).abs().max() <= tolerances.get(dtype, .01)*most: raise ValueError(f'{what} wrong by {(a.float()-b).abs().max()/most:.0%}')
+    names = ('output', 'gradient of queries', 'gradient of keys', 'gradient of values')
+    for what,a,b,c in zip(names, got, want, dropped):
+        off = (a.float() - b).abs().max()/b.abs().max()
+        if not off <= tolerances.get(dtype, .01): raise ValueError(f'{what} wrong by {off:.0%}')
         if not c.isfinite().all(): raise ValueError(f'{what} not finite with dropout')
