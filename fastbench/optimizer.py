@@ -37,6 +37,10 @@ class TorchOptimizer(Optimizer):
         self.cls,self.group,self.slots,self.shrink,self.kwargs = cls,group,slots,shrink,kwargs or {}
         self._all,self._loaded,self.opt = [p for pg in self.param_lists for p in pg],{},None
 
+    @property
+    def _step_supports_amp_scaling(self): # as of torch's optimizers: `found_inf` and `grad_scale` may be set for a step
+        return bool(self.kwargs.get('fused') or getattr(self.cls, '_step_supports_amp_scaling', False))
+
     def step(self, closure=None):
         if closure is not None: raise NotImplementedError('fastai optimizers currently do not support closure')
         if self.opt is None: self._build()
@@ -44,9 +48,7 @@ class TorchOptimizer(Optimizer):
             if h != was: self._push(); break
         if self.shrink: self._shrink()
         if len(self.opt.state) < len(self._all): self._fill()
-        if not self._convs: self.opt.step()
-        else:
-            with self._flat(): self.opt.step()
+        with self._told(), self._flat(): self.opt.step()
 
     def zero_grad(self):
         for p in self._all: p.grad = None
@@ -101,9 +103,23 @@ def _push(self:TorchOptimizer):
 
 @patch
 def _shrink(self:TorchOptimizer):
+    found = vars(self).get('found_inf')
+    skip = None if found is None else found > 0
     for h,ps in zip(self.hypers, self._decayed):
         ps = [p.data for p in ps if p.grad is not None] if h['wd'] else None
-        if ps: torch._foreach_mul_(ps, 1 - h['lr']*h['wd'])
+        if not ps: continue
+        by = 1 - h['lr']*h['wd']
+        torch._foreach_mul_(ps, by if skip is None else torch.full_like(found, by).masked_fill_(skip, 1.))
+
+@patch
+@contextmanager
+def _told(self:TorchOptimizer):
+    "What a `GradScaler` found goes on to torch's optimizer, for one step"
+    told = {k: v for k,v in vars(self).items() if k in ('found_inf', 'grad_scale')}
+    vars(self.opt).update(told)
+    try: yield
+    finally:
+        for k in told: delattr(self.opt, k)
 
 @patch
 def _fill(self:TorchOptimizer):

@@ -300,8 +300,8 @@ _dawn = (
     Rung('resnet9', 'nine layers, 24 epochs', dict(arch='resnet9', epochs=24, knots=_knots((0, 5, 24), (0, .4, 0))), 79, .9413),
     Rung('ten-epochs', 'averaged weights, label smoothing, ghost batch norm, CELU, whitening, mirrored prediction: ten epochs',
          dict(epochs=10, knots=_knots((0, 2, 10), (0, .4, 0)), ema=.99, label_smoothing=.2, norm=32, act='celu', whiten=True, tta=True), 26, .941),
-    Rung('airbench', 'a net, Muon and compile after airbench94 (published on an A100)',
-         dict(arch='airbench', epochs=8, opt='muon', lr=.24, act='relu', ema=None, norm=None, cutout=0, bs=1000, compile=True, knots=_knots((0, 1, 8), (.2, 1, .07))), 2.59, .94))
+    Rung('airbench', 'a net, Muon, half precision throughout and compile after airbench94 (published on an A100)',
+         dict(arch='airbench', epochs=8, opt='muon', lr=.24, act='relu', ema=None, norm=None, cutout=0, bs=2000, precision='half', compile='max-autotune', knots=_knots((0, 1, 8), (.2, 1, .07))), 2.59, .94))
 
 _small = dict(learner='small', arch='resnet18-kinked', size=32, epochs=35, wd=5e-4, opt='nesterov', schedule='linear', augment='items', pad=4, flip=.5,
               knots=_knots((0, 15, 30, 30.01, 35), (.002, .1, .01, .005, .0001)), precision='fp16-cuda')

@@ -1,4 +1,5 @@
 "EMA and FirstBatches where a reader of the lessons does not look: inner validations, cancelled ones, batch norm, several fits."
+import pytest
 import torch
 from fastai.callback.core import Callback, CancelValidException, FetchPredsCallback
 from fastai.callback.schedule import Learner  # noqa: F401
@@ -10,6 +11,7 @@ from torch import nn
 from fastbench.callback.amp import MixedPrecision
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.limit import FirstBatches
+from fastbench.training import BenchLearner
 from test_profiler import items, on
 
 
@@ -92,3 +94,55 @@ def test_first_batches_with_more_than_there_are():
     learn = make(FirstBatches(100))
     learn.fit(1)
     assert len(learn.recorder.losses) == 8
+
+
+class Counts(nn.Module):
+    "Weights, and every kind of buffer"
+    def __init__(self):
+        super().__init__()
+        self.lin, self.bn = nn.Linear(1, 4), nn.BatchNorm1d(4)
+        for k, v in dict(n=torch.arange(6).view(2, 3), flag=torch.tensor([True, False]), small=torch.ones(3).half(), z=torch.ones(2, dtype=torch.complex64)).items(): self.register_buffer(k, v)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x):
+        if self.training:
+            self.n += 7
+            self.flag.logical_not_()
+            self.small *= 1.25
+            self.z *= 1j
+        return self.out(self.bn(self.lin(x)))
+
+
+def counts(*cbs, device='cpu', every=1):
+    torch.manual_seed(0)
+    data = [(torch.randn(8, 1).to(device), torch.randn(8, 1).to(device)) for _ in range(12)]
+    learn = BenchLearner(DataLoaders(data, data[:1]), Counts().to(device), loss_func=nn.MSELoss(), lr=.1, cbs=[EMACallback(.9, every), *cbs])
+    learn.logger = lambda *_: None
+    if hasattr(learn, 'progress'): learn.remove_cb(learn.progress)
+    return learn
+
+
+@pytest.mark.parametrize('every', [1, 5])
+def test_averages_are_torchs_own_bit_for_bit(every):
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+    torchs = []
+    def start(): torchs.append(AveragedModel(learn.model, multi_avg_fn=get_ema_multi_avg_fn(.9**every), use_buffers=True)) if not torchs else None
+    def step():
+        if learn.training and (learn.iter+1 + 12*learn.epoch) % every == 0: torchs[0].update_parameters(learn.model)
+    by_torch = on(before_train=start, after_batch=step)
+    by_torch.order = 80
+    learn = counts(by_torch, every=every)
+    learn.fit(2)
+    ours, theirs = learn.ema.average, torchs[0]
+    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values())) and ours.n_averaged == 24//every
+    assert {str(v.dtype) for v in ours.module.state_dict().values()} == {'torch.float32', 'torch.float16', 'torch.int64', 'torch.bool', 'torch.complex64'}
+
+
+def test_an_average_waits_for_nothing(gpu):
+    learn, seen = counts(device='cuda:1'), []
+    ops = lambda: seen.append((len(gpu.waits), gpu.launches)) if learn.training else None
+    first, last = on(after_batch=ops), on(after_batch=ops)
+    first.order, last.order = 84, 86
+    learn.add_cbs([first, last]).fit(1)
+    for (waits, launches), (then, after) in list(zip(seen[::2], seen[1::2]))[1:]:
+        assert waits == then and after - launches < 30, 'four kinds of tensors'

@@ -9,8 +9,10 @@ from fastai.callback.core import CancelBatchException, Callback
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastbench.schedule  # noqa: F401  (adds fit_linear)
+from fastbench.callback.ema import EMACallback
 from fastbench.callback.tta import FlipTTA
 from fastbench.ladder import Climb, ladder_recipes, rounds
 from fastbench.learner import bench_learner
@@ -19,6 +21,7 @@ from fastbench.phases import Profile, step_columns, to_dict
 from fastbench.recipe import Recipe, Rung, UserError, but, get_ladder, get_recipe, ladders, register_ladder, suites
 from fastbench.record import Run, from_json
 from fastbench.run import run_recipe
+from fastbench.training import BenchLearner
 from fastbench.vision.augment import augmented
 from fastbench.vision.data import CorruptImage, vision_dls
 from fastbench.vision.small import GhostBatchNorm, small_archs, small_net, whiten
@@ -62,6 +65,37 @@ def test_ghost_batch_norm_is_batch_norm_of_the_parts(layout):
     assert torch.allclose(ghost.running_mean, .1*means, atol=1e-6) and ghost.num_batches_tracked == 1
     y.square().sum().backward()
     assert x.grad.isfinite().all()
+
+
+class Copies(TorchDispatchMode):
+    "Operations that make a tensor of another layout than channels-last from one of that"
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        res = f(*args, **(kwargs or {}))
+        if isinstance(res, torch.Tensor) and res.numel() == 8*6*5*5 and not res.permute(*range(res.ndim-3), -2, -1, -3).is_contiguous(): self.seen.append(str(f))
+        return res
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+def test_ghost_batch_norm_keeps_channels_last(dtype):
+    torch.manual_seed(0)
+    x, g = (torch.randn(8, 6, 5, 5).to(dtype) for _ in range(2))
+    got = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        norm, i = GhostBatchNorm(6, samples=4, momentum=.4), x.clone(memory_format=layout).requires_grad_()
+        torch.nn.init.uniform_(norm.weight, generator=torch.Generator().manual_seed(1))
+        with Copies() as copies:
+            for _ in range(2): y = norm(i)
+            y.backward(g.clone(memory_format=layout))
+        assert y.dtype == dtype and i.grad.is_contiguous(memory_format=layout) and y.is_contiguous(memory_format=layout)
+        got.append((y, i.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var))
+        assert norm.num_batches_tracked == 2
+    assert copies.seen == []
+    tol = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
+    for a, b in zip(*got): torch.testing.assert_close(b, a, **tol)
 
 
 def test_ghost_batch_norm_elsewhere_is_batch_norm():
@@ -141,6 +175,60 @@ def test_muon_turns_filters_and_nesterov_moves_the_rest():
     opt.step()
 
 
+def test_muon_takes_filters_of_one_shape_together(monkeypatch):
+    "The same as one by one, in any layout, however the gradients lie"
+    import fastbench.muon as module
+    calls, torch_turn = [], module.turn
+    monkeypatch.setattr(module, 'turn', lambda g, steps: (calls.append(tuple(g.shape)), torch_turn(g, steps))[1])
+    shapes = [(8, 3, 3, 3), (8, 3, 3, 3), (4, 8, 1, 1), (8, 3, 3, 3)]
+    torch.manual_seed(0)
+    ws, gs = ([torch.randn(s) for s in shapes] for _ in range(2))
+    ends = []
+    for of_weight, of_grad in [(torch.contiguous_format,)*2, (torch.channels_last,)*2, (torch.channels_last, torch.contiguous_format), (torch.contiguous_format, torch.channels_last)]:
+        ps = [nn.Parameter(w.clone(memory_format=of_weight)) for w in ws] + [nn.Parameter(torch.ones(3, 2).t())]
+        opt = MuonSGD(ps, lr=.1, momentum=.6)
+        for _ in range(2):
+            for p, g in zip(ps, gs): p.grad = g.clone(memory_format=of_grad)
+            ps[-1].grad = torch.arange(6.).view(2, 3)
+            opt.step()
+        ends.append([p.detach().clone() for p in ps])
+        assert all(p.is_contiguous(memory_format=of_weight) for p in ps[:-1])
+    assert set(calls) == {(3, 8, 27), (1, 4, 8)} and len(calls) == 16
+    for end in ends[1:]: assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(end, ends[0]))
+    for i, w in enumerate(ws):
+        p, buf = w.clone(), torch.zeros_like(w)
+        for _ in range(2):
+            buf = .6*buf + gs[i]
+            p = p*len(p)**.5/p.norm() - .1*orthogonal((gs[i] + .6*buf).flatten(1)).view_as(p)
+        assert torch.allclose(ends[0][i], p, atol=1e-5)
+
+
+def test_which_dtype_matrices_are_turned_in(monkeypatch):
+    from fastbench.muon import matmul_dtype
+    for capability, dtype in {(9, 0): torch.bfloat16, (8, 0): torch.bfloat16, (7, 5): torch.float16, (7, 0): torch.float16, (6, 1): torch.float32}.items():
+        monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
+        assert matmul_dtype(torch.device('cuda', 1)) == dtype
+    assert matmul_dtype(torch.device('cpu')) == torch.float32
+    torch.manual_seed(0)
+    g = torch.randn(2, 16, 300)*1e-4
+    for dtype in (torch.bfloat16, torch.float16):
+        s = torch.linalg.svdvals(orthogonal(g, 5, dtype).float())
+        assert .6 < s.min() and s.max() < 1.3
+
+
+def test_what_cannot_be_compiled_is_turned_all_the_same(monkeypatch):
+    import fastbench.muon as module
+    class Cuda(torch.Tensor):
+        device = torch.device('cuda')
+    def fails(*args): raise RuntimeError('no Triton here\nand more')
+    monkeypatch.setattr(module, '_compiled', lambda: fails)
+    monkeypatch.setattr(module, '_eager', set())
+    monkeypatch.setattr(module, 'matmul_dtype', lambda device: torch.float32)
+    g = torch.randn(1, 4, 8)
+    with pytest.warns(UserWarning, match='single kernels, slower: torch.compile failed .RuntimeError: no Triton here.'): res = module.turn(g.as_subclass(Cuda))
+    assert torch.equal(res, orthogonal(g)) and torch.equal(module.turn(g.as_subclass(Cuda)), res)
+
+
 def test_orthogonal_of_tall_and_wide():
     torch.manual_seed(0)
     for shape in [(4, 20), (20, 4)]:
@@ -186,6 +274,38 @@ def test_mirrored_prediction_leaves_the_batch_as_it_was():
     assert [o[1:] for o in seen] == [((4, 1, 2, 2), (4, 2))]*4
     learn = Learner(DataLoaders([(torch.randn(4, 2), b[0][1])], [(torch.randn(4, 2), b[0][1])]), nn.Linear(2, 2), loss_func=nn.CrossEntropyLoss(), cbs=FlipTTA())
     with learn.no_logging(), pytest.raises(UserError, match='mirrors batches of images'): learn.fit(1)
+
+
+def test_airbench_on_a_gpu_is_half_and_launches_little(gpu, monkeypatch):
+    "Loss, scaler, optimizer, averages and what holds the weights in 16 bits: at most 60 operations a step, Newton-Schulz apart, which is compiled"
+    import fastbench.muon as module
+    turned = []
+    def turn(g, steps):
+        n = gpu.launches
+        res = orthogonal(g, steps, torch.float32)
+        turned.append(gpu.launches-n)
+        return res
+    monkeypatch.setattr(module, 'turn', turn)
+    marks = []
+
+    class Marks(Callback):
+        def __init__(self, order): self.order = order
+        def __call__(self, event):
+            if getattr(self.learn, 'training', False): marks.append((event, self.order, gpu.launches-sum(turned), len(gpu.waits)))
+    data = [(torch.randn(16, 3, 32, 32).cuda(), torch.randint(10, (16,)).cuda()) for _ in range(6)]
+    net = small_net('airbench', 3, 10, 'gelu', images=torch.randn(8, 3, 32, 32)).to(memory_format=torch.channels_last)
+    learn = BenchLearner(DataLoaders(data, data[:1]), net.cuda(), loss_func=nn.CrossEntropyLoss(label_smoothing=.2), opt_func=muon, lr=.24, cbs=EMACallback(.99)).to_half('fp16')
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=[Marks(-1e9), Marks(1e9)])
+    starts = [i for i, (e, order, *_) in enumerate(marks) if e == 'before_batch' and order < 0]
+    step = marks[starts[3]:starts[4]+1]
+    own = sum(b[2]-a[2] for a, b in zip(step, step[1:]) if (a[0], a[1] > 0) not in {('before_batch', True), ('before_backward', True)})
+    assert 20 < own <= 60 and step[0][3] == step[-1][3], 'and waits for nothing'
+    assert learn.mixed_precision.scales and not gpu.races
+
+
+def test_the_airbench_rung_is_half_and_of_2000():
+    r = get_recipe('dawn-airbench')
+    assert (r.bs, r.precision, r.compile) == (2000, 'half', 'max-autotune') and get_recipe('dawn-photos-airbench').bs == 128
 
 
 # Recipes and ladders

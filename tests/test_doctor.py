@@ -141,7 +141,7 @@ def test_gpus(monkeypatch):
     import torch
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (7, 5))
     monkeypatch.setattr(module, 'device_info', lambda d: dict(name=f'GPU at {d}', memory=16*2**30, driver='575.1', power_limit=300.))
     monkeypatch.setattr(module, '_now', lambda device: (dict(device=device), {}))
     found = doctor(run=False)

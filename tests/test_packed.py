@@ -3,11 +3,13 @@ import pytest
 import torch
 from torch import nn
 from transformers import (AlbertConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig,
-                          DebertaV2Config, DistilBertConfig, ElectraConfig, GPT2Config, LlamaConfig, MistralConfig, ModernBertConfig, Qwen2Config,
+                          DebertaV2Config, DistilBertConfig, ElectraConfig, GPT2Config, LlamaConfig, MistralConfig, MobileBertConfig, ModernBertConfig, Qwen2Config,
                           RobertaConfig, T5Config, XLMRobertaConfig, XLNetConfig)
 
 from fastbench.recipe import UserError
-from fastbench.text.packed import Bounds, _by_text, _dense, check_packed, fast_attention, packed_call
+from fastbench.text.check import check_packed
+from fastbench.text.kernels import _by_text, _dense
+from fastbench.text.packed import Bounds, fast_attention, packed_call
 
 N = [5, 2, 9, 1, 7]
 SMALL = dict(vocab_size=60, num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=64, initializer_range=.2, pad_token_id=0)
@@ -18,6 +20,7 @@ FAMILIES = dict(
     distilbert=DistilBertConfig(vocab_size=60, dim=32, n_layers=2, n_heads=4, hidden_dim=64, initializer_range=.2), electra=ElectraConfig(embedding_size=16, **SMALL),
     modernbert=ModernBertConfig(**SMALL, local_attention=4, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2),
     modernbert_mean=ModernBertConfig(**SMALL, local_attention=4, classifier_pooling='mean', cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2),
+    albert=AlbertConfig(embedding_size=16, classifier_dropout_prob=0., **SMALL), mobilebert=MobileBertConfig(embedding_size=16, intra_bottleneck_size=32, num_feedforward_networks=2, **SMALL),
     gpt2=GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4, initializer_range=.2, pad_token_id=0, bos_token_id=1, eos_token_id=2),
     llama=LlamaConfig(**LLAMA), qwen2=Qwen2Config(**LLAMA), mistral=MistralConfig(**LLAMA, sliding_window=4))
 
@@ -137,7 +140,7 @@ def test_dense_mask_and_text_by_text_agree(name, monkeypatch):
     model = build(name)
     x, _ = batches(model.config.pad_token_id)
     a = packed_call(model, x).logits
-    monkeypatch.setattr('fastbench.text.packed._kernel', lambda *args: _dense)
+    monkeypatch.setattr('fastbench.text.kernels.kernel_for', lambda *args: 'dense')
     torch.testing.assert_close(packed_call(model, x).logits, a, rtol=1e-4, atol=1e-5)
 
 
@@ -165,8 +168,7 @@ def test_dropout_of_values_only_in_training():
     assert not torch.equal(b, packed_call(model, x).logits) and not torch.equal(a, b)
 
 
-@pytest.mark.parametrize('cfg', [DebertaV2Config(**SMALL), XLNetConfig(vocab_size=60, d_model=32, n_layer=2, n_head=4, d_inner=64), T5Config(vocab_size=60, d_model=32, num_layers=2),
-                                 AlbertConfig(embedding_size=16, **SMALL)], ids=lambda o: o.model_type)
+@pytest.mark.parametrize('cfg', [DebertaV2Config(**SMALL), XLNetConfig(vocab_size=60, d_model=32, n_layer=2, n_head=4, d_inner=64), T5Config(vocab_size=60, d_model=32, num_layers=2)], ids=lambda o: o.model_type)
 def test_a_model_with_attention_of_its_own_is_refused(cfg):
     model = AutoModelForSequenceClassification.from_config(cfg)
     with pytest.raises(UserError, match="loader='budget' or 'sorted' works"): check_packed(fast_attention(model))

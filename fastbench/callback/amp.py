@@ -7,6 +7,7 @@ __all__ = ['native_bf16', 'check_precision', 'map_tensors', 'to_float', 'Scaler'
 
 # %% ../../nbs/11_callback.amp.ipynb #ac989fdf
 from collections.abc import Mapping
+from contextlib import contextmanager
 
 import torch
 from fastai.callback.core import CancelStepException
@@ -19,6 +20,7 @@ from torch.amp import GradScaler, autocast
 
 from .device import train_device
 from .ending import forget, when_cut
+from .overflow import StepLog, first_momentum, inner, skips_on_device
 from .smallmaps import SmallMaps
 from ..recipe import UserError
 
@@ -26,7 +28,7 @@ from ..recipe import UserError
 def native_bf16(device:torch.device # Where to train
     )->bool:
     "Does this device multiply bfloat16 itself?"
-    if device.type == 'cuda': return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == 'cuda': return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == 'cpu':
         has = [getattr(torch.cpu, o, lambda: False) for o in ('_is_avx512_bf16_supported', '_is_amx_tile_supported', '_is_arm_sve_supported')]
         return any(f() for f in has)
@@ -90,9 +92,10 @@ def to_float(o # Predictions, as `map_tensors` takes them
 
 # %% ../../nbs/11_callback.amp.ipynb #7526bdec
 class _Grads:
-    "What `GradScaler` takes for an optimizer: parameters, and a step that only notes that it may be taken"
-    def __init__(self, opt): self.param_groups,self.stepped = opt.param_groups,False
-    def step(self, *args, **kwargs): self.stepped = True
+    "What `GradScaler` takes for an optimizer: parameters, and a step that only notes how it may be taken"
+    def __init__(self, opt, on_device):
+        self.param_groups,self._step_supports_amp_scaling,self.stepped,self.found = opt.param_groups,on_device,False,None
+    def step(self, *args, **kwargs): self.stepped,self.found = True,getattr(self, 'found_inf', None)
 
 class Scaler(GradScaler):
     "A `GradScaler` that knows that the gradients are unscaled already"
@@ -111,6 +114,11 @@ class Scaler(GradScaler):
         self.current,self.asked = None,False
         super().update(new_scale)
 
+    @property
+    def value(self): # A tensor of one number; None before the first loss
+        "The scale, where it is: nobody waits for it"
+        return self._scale
+
 # %% ../../nbs/11_callback.amp.ipynb #e47af1d7
 class MixedPrecision(FastaiMixedPrecision):
     "Mixed precision in fp16 (scaled loss) or bf16, on the device that is really used"
@@ -122,7 +130,7 @@ class MixedPrecision(FastaiMixedPrecision):
     ):
         super().__init__(amp_mode, **kwargs)
         self.allow_emulation,self.emulated,self._scaler,self._device,self._cast = allow_emulation,False,None,None,None
-        self.scales,self.skipped,self._grads,self._held,self._small_maps = [],[],None,[],SmallMaps()
+        self._log,self._grads,self._held,self._way,self._told,self._small_maps = StepLog(),None,[],None,None,SmallMaps()
 
     @property
     def learn(self): return self._learn
@@ -134,12 +142,23 @@ class MixedPrecision(FastaiMixedPrecision):
     @property
     def dtype(self): return torch.float16 if self.amp_mode == AMPMode.FP16 else torch.bfloat16
 
+    @property
+    def scales(self): # A list of floats
+        "The loss scale at each step that was taken"
+        return self._log.read().scales
+
+    @property
+    def skipped(self): # A list of ints
+        "The steps, by `train_iter`, whose gradients overflowed"
+        return self._log.read().skipped
+
     def before_fit(self):
         device = train_device(self.learn)
         check_precision(self.amp_mode.value, device, self.allow_emulation)
         self.emulated = self.amp_mode == AMPMode.BF16 and not native_bf16(device)
         if self._scaler is None or self._device != device.type:
             self._scaler,self._device = Scaler(device.type, **dict(self.kwargs, enabled=self.amp_mode == AMPMode.FP16)),device.type
+        self._way = None
         self._load_scale()
         self.learn.scaler = self._scaler
         when_cut(self.learn, self._restore)
@@ -155,12 +174,15 @@ class MixedPrecision(FastaiMixedPrecision):
         "A batch that ended before the model was called leaves the stand-in: put the model back"
         if self._cast is not None and self.learn.model is self._cast: self.learn.model = self._cast._model
         self._cast = None
+        self._release()
 
     def after_cancel_batch(self): self._restore()
     def after_cancel_train(self): self._restore()
     def after_cancel_validate(self): self._restore()
     def after_cancel_epoch(self): self._restore()
-    def after_train(self): self._save_scale()
+    def after_train(self):
+        self._log.read()
+        self._save_scale()
 
     def after_fit(self):
         self._restore()
@@ -172,30 +194,55 @@ class MixedPrecision(FastaiMixedPrecision):
 def before_backward(self:MixedPrecision):
     if self._grads is not None:  # accumulation: these gradients are unscaled, the next ones will not be
         grads = [p.grad for p in self.opt.all_params().itemgot(0) if p.grad is not None]
-        if grads: torch._foreach_mul_(grads, self._scaler.get_scale())
+        self._scale_up(grads)
         self._grads = self._scaler.current = None
     self.learn.loss_grad = self._scaler.scale(self.loss_grad)
 
 @patch
 def after_backward(self:MixedPrecision):
     if not self._scaler.is_enabled() or all(p.grad is None for p in self.opt.all_params().itemgot(0)): return
-    self._grads = _Grads(self.opt)
+    self._grads = _Grads(self.opt, self._on_device())
     self._held.append(self._grads)  # the scaler knows them by their id until its update
     self._scaler.current = None
     self._scaler.unscale_(self._grads)
     self._scaler.current = self._grads
 
 @patch
+def _scale_up(self:MixedPrecision, grads):
+    for device in {g.device for g in grads}:
+        torch._foreach_mul_([g for g in grads if g.device == device], self._scaler.value.to(device, non_blocking=True))
+
+# %% ../../nbs/11_callback.amp.ipynb #330f27ed
+@patch
+def _on_device(self:MixedPrecision):
+    "Is the optimizer one that is told on the device? Asked once a fit"
+    if self._way is None or self._way[0] != id(self.opt): self._way = id(self.opt),skips_on_device(self.opt)
+    return self._way[1]
+
+@patch
 def before_step(self:MixedPrecision):
     if self._grads is None: return
     self._scaler.step(self._grads)
+    found = self._grads.found
+    if found is not None:
+        self._told = inner(self.opt)
+        first_momentum(self._told)
+        self._told.found_inf = found
+        return self._log.add(self.train_iter, self._scaler.value, found)
     if not self._grads.stepped:
         self.skipped.append(self.train_iter)
         raise CancelStepException
     self.scales.append(self._scaler.get_scale())
 
 @patch
+def _release(self:MixedPrecision):
+    "The optimizer forgets what it was told for a step"
+    if self._told is not None: del self._told.found_inf
+    self._told = None
+
+@patch
 def after_step(self:MixedPrecision):
+    self._release()
     if not self._held: return
     self._scaler.update()
     self._grads = None
@@ -228,3 +275,11 @@ def plot_scales(self:MixedPrecision, ax=None # matplotlib axes; made if None
     for i in self.skipped: ax.axvline(i, color='tab:red', linewidth=.8, linestyle=':')
     ax.set(xlabel=f'optimizer step ({len(self.skipped)} skipped)', ylabel='loss scale', yscale='log')
     return ax
+
+# %% ../../nbs/11_callback.amp.ipynb #532bb843
+@patch
+@contextmanager
+def computing(self:MixedPrecision, model # The Learner's
+    ):
+    "As in a batch of the fit that has begun, for whoever calls the model by himself"
+    with autocast(self._device, self.dtype): yield model

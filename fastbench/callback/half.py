@@ -6,6 +6,8 @@
 __all__ = ['HalfPrecision']
 
 # %% ../../nbs/12_callback.half.ipynb #10756c85
+from contextlib import contextmanager
+
 import torch
 from fastcore.basics import patch
 from torch import nn
@@ -230,3 +232,12 @@ def _drop(self:HalfPrecision):
 def after_fit(self:HalfPrecision):
     super(HalfPrecision, self).after_fit()
     self._drop()
+
+@patch
+@contextmanager
+def computing(self:HalfPrecision, model # The Learner's
+    ):
+    "As in a batch of the fit that has begun: with 16-bit weights"
+    self._open(model)
+    try: yield model
+    finally: self._close()

@@ -40,7 +40,7 @@ def _takes(hf):
     return names
 
 # %% ../../nbs/24_text.hf.ipynb #f4dbcc80
-_layout = ('position_ids', 'cu_seq_lens', 'max_length')  # of a packed batch
+_layout = ('position_ids', 'cu_seq_lens', 'lengths', 'max_length')  # of a packed batch
 
 class HFModel(nn.Module):
     "A model of transformers, called with the dict of a batch"

@@ -19,9 +19,10 @@ from ..download import DataUnavailable, build_folder
 from ..recipe import UserError
 from . import lm, qa, seq2seq, tokens # their tasks register themselves
 from .hf import hf_model, hf_quiet
+from .check import CheckPacked, check_packed
 from .dataset import TextDataset
 from .loader import TextDL
-from .packed import check_packed, fast_attention
+from .packed import fast_attention
 from .splitter import hf_splitter, layer_decay, layer_groups
 from .task import find_task
 from .tokenize import BatchTokenizer, find_tokenizer
@@ -102,6 +103,7 @@ def hf_learner(dls, # `DataLoaders` of texts, with a tokenizer
     learn = HFLearner(dls, m, loss_func=loss_func or task.loss_func(), metrics=task.metrics() if metrics is None else metrics, splitter=splitter, lr=lr,
                       train_bn=train_bn, **kwargs)
     learn.task,learn.weights = task,m.source
+    if packed: learn.add_cb(CheckPacked(task.per_token))
     task.bind(learn)
     return learn
 

@@ -173,14 +173,14 @@ def _pad(self:BatchTokenizer, flat, start, n):
 # %% ../../nbs/21_text.tokenize.ipynb #477ab349
 @patch
 def pack(self:BatchTokenizer, encoded # What `encode` gave
-    )->dict: # `input_ids`, `position_ids` and other keys of (1, tokens), `cu_seq_lens` of (texts + 1)
+    )->dict: # `input_ids`, `position_ids` and other keys of (1, tokens), `cu_seq_lens` of (texts + 1); `lengths` and `max_length` stay on the host
     "A packed batch"
     n = np.array([len(o['input_ids']) for o in encoded])
     res = {k: torch.from_numpy(np.concatenate([o[k] for o in encoded]).astype(np.int64))[None] for k in encoded[0]}
     ends = n.cumsum()
     res['position_ids'] = torch.from_numpy(np.arange(ends[-1]) - np.repeat(ends-n, n))[None]
     res['cu_seq_lens'] = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32))
-    return res
+    return res | dict(lengths=n, max_length=int(n.max()))
 
 # %% ../../nbs/21_text.tokenize.ipynb #301db440
 def by_text(x, # The dict of a batch

@@ -76,6 +76,27 @@ def resnet9(c_in, n_out, act=nn.ReLU, norm=nn.BatchNorm2d, stem=None): # as for 
     return nn.Sequential(stem, _block(64, 128, act, norm, True), _both(128, act, norm), _block(128, 256, act, norm, True), _block(256, 512, act, norm, True),
                          _both(512, act, norm), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(512, n_out, bias=False), Scale(.125))
 
+# %% ../../nbs/33_vision.small.ipynb #2ba48e37
+class _PartsNorm(torch.autograd.Function):
+    "Batch norm of each part: of images as (sample, part, channel, height, width), in any order of memory"
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        var,mean = torch.var_mean(x.float(), (0, 3, 4), correction=0)
+        rstd = (var + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.mark_non_differentiable(mean, var)
+        by = weight*rstd
+        return (x*by[...,None,None] + (bias - mean*by)[...,None,None]).to(x.dtype),mean,var
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g, *_):
+        x,weight,mean,rstd = ctx.saved_tensors
+        n,unit = x.numel()//mean.numel(),(x - mean[...,None,None])*rstd[...,None,None]
+        shift,by = (o.float().sum((0, 3, 4)) for o in (g, g*unit))
+        x_grad = (g - shift[...,None,None]/n - unit*(by/n)[...,None,None])*(weight*rstd)[...,None,None]
+        return x_grad.to(x.dtype),by.sum(0).to(weight.dtype),shift.sum(0).to(weight.dtype),None
+
 # %% ../../nbs/33_vision.small.ipynb #ec43f465
 class GhostBatchNorm(nn.BatchNorm2d):
     "Batch norm over parts of `samples` images; over the whole batch where that does not divide it"
@@ -88,12 +109,22 @@ class GhostBatchNorm(nn.BatchNorm2d):
     def forward(self, x):
         k,c = len(x)//self.samples,x.shape[1]
         if not self.training or k < 2 or len(x) % self.samples: return super().forward(x)
+        if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous(): return self._channels_last(x, k)
         mean,var = self.running_mean.repeat(k),self.running_var.repeat(k)
         y = F.batch_norm(x.reshape(-1, k*c, *x.shape[2:]), mean, var, self.weight.repeat(k), self.bias.repeat(k), True, self.momentum, self.eps)
         self.running_mean.copy_(mean.view(k, c).mean(0))
         self.running_var.copy_(var.view(k, c).mean(0))
         self.num_batches_tracked += 1
         return y.reshape(x.shape)
+
+    def _channels_last(self, x, k):
+        y,mean,var = _PartsNorm.apply(x.unflatten(0, (-1, k)), self.weight, self.bias, self.eps)
+        n = y.numel()//var.numel()
+        with torch.no_grad():
+            self.running_mean.lerp_(mean.mean(0), self.momentum)
+            self.running_var.lerp_(var.mean(0)*n/(n-1), self.momentum)
+            self.num_batches_tracked += 1
+        return y.flatten(0, 1)
 
     def extra_repr(self): return f'{super().extra_repr()}, samples={self.samples}'
 
