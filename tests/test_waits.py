@@ -5,6 +5,7 @@ import sys
 import types
 import warnings
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from fastai.callback.training import GradientAccumulation, GradientClip
 sys.path.insert(0, str(Path(__file__).parent))  # as a script
 
 import fastbench.all
+import fastbench.callback.amp as amp
 import fastbench.run as run
 from fastbench.callback.checkpointing import GradientCheckpointing
 from fastbench.callback.ema import EMACallback
@@ -31,6 +33,7 @@ from fastbench.recipe import UserError, recipes
 from fastbench.text import recipes as text_recipes
 from pretend import pretend
 from test_text_data import make_tokenizer
+from varlen import on_cpu
 
 MASK = 'masking_utils.py'  # transformers asks whether a mask is all ones: `mask.all()`
 SKIP = 2  # steps at the beginning that are not looked at
@@ -180,9 +183,23 @@ def learner(case, gpu, device='cuda'):
     return learn.add_cbs([Steps(gpu)] + ([FirstBatches(n)] if (n := case.changes.get('batches')) else []))
 
 
-def fit(case, device='cuda'):
+@contextmanager
+def kernels(case, monkeypatch):
+    "What packed batches need of a GPU: its attention, which asks for 16 bits where autocast makes them"
+    if 'packed' not in (case.changes.get('loader'), recipes()[case.recipe].loader):
+        yield
+        return
+    @contextmanager
+    def both(device_type, dtype=None):
+        with torch.autocast(device_type, dtype=dtype), torch.autocast('cpu', dtype=dtype): yield
+    with monkeypatch.context() as patch, on_cpu():
+        patch.setattr(amp, 'autocast', both)
+        yield
+
+
+def fit(case, monkeypatch, device='cuda'):
     "Waits of a fit of the Learner"
-    with pretend(**case.gpu) as gpu:
+    with pretend(**case.gpu) as gpu, kernels(case, monkeypatch):
         learn = learner(case, gpu, device)
         with learn.no_bar(), learn.no_logging(): learn.fit(1)
         return Waits(learn.steps.rows['train'], precision=learn.precision)
@@ -190,7 +207,7 @@ def fit(case, device='cuda'):
 
 def run_to_end(case, monkeypatch):
     "Waits of a Run"
-    with pretend(**case.gpu) as gpu:
+    with pretend(**case.gpu) as gpu, kernels(case, monkeypatch):
         steps = Steps(gpu)
         monkeypatch.setattr(run, 'bench_learner', lambda *args, **kwargs: bench_learner(*args, **kwargs).add_cb(steps))
         with warnings.catch_warnings():
@@ -211,7 +228,7 @@ def check(case, got):
 @pytest.mark.parametrize('case', CALLBACKS, ids=lambda o: o.name)
 def test_waits_of_a_step(case, monkeypatch, one_thread):
     set_up(monkeypatch)
-    check(case, fit(case))
+    check(case, fit(case, monkeypatch))
 
 
 @pytest.mark.parametrize('case', RECIPES, ids=lambda o: o.name)
@@ -225,7 +242,7 @@ def test_recipes_run_to_their_end(case, monkeypatch, one_thread):
 def test_on_the_second_device(case, monkeypatch, one_thread):
     "All is on cuda:1 while cuda:0 is the current one"
     set_up(monkeypatch)
-    with pretend(devices=2) as gpu:
+    with pretend(devices=2) as gpu, kernels(case, monkeypatch):
         learn = learner(case, gpu, 'cuda:1')
         with learn.no_bar(), learn.no_logging(): learn.fit(1)
         used = {o.device for o in gpu.waits} | {o.stream.device for o in gpu.copies}
@@ -256,7 +273,7 @@ def main():
     with pytest.MonkeyPatch.context() as patch:
         set_up(patch)
         torch.set_num_threads(1)
-        rows = [(o, fit(o)) for o in CALLBACKS] + [(o, run_to_end(o, patch)) for o in RECIPES]
+        rows = [(o, fit(o, patch)) for o in CALLBACKS] + [(o, run_to_end(o, patch)) for o in RECIPES]
     print(*table(rows), sep='\n')
 
 
