@@ -8,9 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .state import CPU
 
 # Operations whose result's size, or an error, depends on values: CUDA's read them
-WAITING = {'_local_scalar_dense': 'item', '_unique2': 'unique', '_linalg_check_errors': 'linalg', '_linalg_eigh': 'linalg', '_linalg_svd': 'linalg'} | {
-    o: o for o in ('equal', 'allclose', 'nonzero', 'masked_select', 'unique_dim', 'unique_consecutive', 'bincount', 'multinomial')}
-MIXING = {'copy_', '_foreach_copy_', 'index', '_unsafe_index', 'index_put', 'index_put_', '_index_put_impl_', 'set_', '_pack_padded_sequence', 'tensor_split'}
+WAITING = {o: o for o in 'equal allclose nonzero masked_select unique_dim unique_consecutive bincount multinomial'.split()} | {
+    '_local_scalar_dense': 'item', '_unique2': 'unique'} | dict.fromkeys(('_linalg_check_errors', '_linalg_eigh', '_linalg_svd'), 'linalg')
+INDEXING = {'index', '_unsafe_index', 'index_put', 'index_put_', '_index_put_impl_'}
+# Operations that take tensors of the host beside those of a device
+MIXING = INDEXING | {'copy_', '_foreach_copy_', 'set_', '_pack_padded_sequence', 'tensor_split'}
 
 
 def tensors(o):
@@ -24,7 +26,13 @@ def tensors(o):
 def facts(f):
     "Name of an operation, whether it is a view, and which arguments it writes to"
     s = f._schema
-    return f.overloadpacket.__name__, f.is_view, [i for i, a in enumerate(s.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    writes = [i for i, a in enumerate(s.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    return f.overloadpacket.__name__, f.is_view, writes
+
+
+def written(args, writes):
+    "Ids of the tensors that an operation writes to"
+    return {id(t) for i in writes if i < len(args) for t in tensors(args[i])}
 
 
 class Factories(TorchFunctionMode):
@@ -70,7 +78,8 @@ def check_generator(gpu, kwargs, args, device=None):
     g = kwargs.get('generator')
     if not isinstance(g, torch.Generator): return
     device = device or next((gpu.device_of(t) or CPU for t in tensors(args)), CPU)
-    if g.device.type != device.type: raise RuntimeError(f"Expected a '{device.type}' device type for generator but found '{g.device.type}'")
+    if g.device.type != device.type:
+        raise RuntimeError(f"Expected a '{device.type}' device type for generator but found '{g.device.type}'")
 
 
 class Operations(TorchDispatchMode):
@@ -106,14 +115,15 @@ class Operations(TorchDispatchMode):
         if name in MIXING and (name not in ('index', '_unsafe_index') or self.gpu.device_of(args[0])): return next(iter(found))
         if len(found) > 1 or host:
             names = [str(o) for o in sorted(found, key=str)] + (['cpu'] if host else [])
-            raise RuntimeError(f'Expected all tensors to be on the same device, but found at least two devices, {names[0]} and {names[1]}!')
+            raise RuntimeError('Expected all tensors to be on the same device, but found at least two devices, '
+                               f'{names[0]} and {names[1]}!')
         return found.pop()
 
     def on_host(self, f, args, kwargs, inputs, blocks, writes):
         gpu = self.gpu
-        written = {id(t) for i in writes if i < len(args) for t in tensors(args[i])}
+        changed = written(args, writes)
         for t, b in zip(inputs, blocks):
-            if b is not None and (b.wrote or b.reads): gpu.use(b, gpu.host, id(t) in written)
+            if b is not None and (b.wrote or b.reads): gpu.use(b, gpu.host, id(t) in changed)
         res = f(*args, **kwargs)
         if not inputs and not gpu.called:  # made inside torch, in a function that was given tensors: where those are
             for t in tensors(res): gpu.mark(t)
@@ -138,17 +148,16 @@ class Operations(TorchDispatchMode):
 
     def order(self, name, args, inputs, blocks, writes, stream):
         gpu, n = self.gpu, self.gpu.launch(stream, name)
-        written = {id(t) for i in writes if i < len(args) for t in tensors(args[i])}
+        changed = written(args, writes)
         for t, b in zip(inputs, blocks):
-            if b is not None and b.device is not None and b.device.type == 'cuda': gpu.use(b, stream.seen, id(t) in written, stream, n)
+            if b is not None and b.device is not None and b.device.type == 'cuda': gpu.use(b, stream.seen, id(t) in changed, stream, n)
 
     def waits(self, name, args, kwargs):
         if name in WAITING: return WAITING[name]
         if name == 'repeat_interleave': return name if kwargs.get('output_size') is None else None
-        if name not in ('index', '_unsafe_index', 'index_put', 'index_put_', '_index_put_impl_'): return None
+        if name not in INDEXING: return None
         idxs = [o for o in args[1] if o is not None]
-        if any(o.dim() and self.gpu.device_of(o) is None and (self.gpu.block(o) is None or self.gpu.block(o).device == CPU) for o in idxs):
-            return 'index in host memory'
+        if any(o.dim() and self.gpu.device_of(o) is None for o in idxs): return 'index in host memory'
         mask = any(o.dtype in (torch.bool, torch.uint8) for o in idxs)
         return 'index by a mask' if mask and ('put' not in name or args[2].numel() > 1) else None
 
@@ -157,7 +166,8 @@ class Operations(TorchDispatchMode):
         a, b = gpu.device_of(src), gpu.device_of(dst)
         if a == b: return self.in_place(f, args, kwargs, b)
         with gpu.pause(): res = f(*args, **kwargs)
-        gpu.copied(src, dst, a, b, args[2] if len(args) > 2 else kwargs.get('non_blocking', False))
+        non_blocking = args[2] if len(args) > 2 else kwargs.get('non_blocking', False)
+        gpu.copied(src, dst, a, b, non_blocking)
         return res
 
     def in_place(self, f, args, kwargs, device):

@@ -16,8 +16,8 @@ def classes(gpu):
         def __init__(self, device=None, priority=0, default=False):
             if not default: torch.cuda._lazy_init()
             self.device, self.priority, self.seen = gpu.resolve('cuda' if device is None else device), priority, {}
-            self.device_index, self.device_type, self.cuda_stream = self.device.index, 1, 0 if default else next(ids)
-            self.stream_id = self.cuda_stream
+            self.device_index, self.device_type = self.device.index, 1
+            self.stream_id = self.cuda_stream = 0 if default else next(ids)
 
         def __repr__(self): return f'<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x}>'
         def wait_event(self, event): event.wait(self)
@@ -48,7 +48,8 @@ def classes(gpu):
         def record(self, stream=None):
             stream = torch.cuda.current_stream() if stream is None else stream
             if self.device is not None and self.device != stream.device:
-                raise RuntimeError(f"Event device {self.device.index} does not match recording stream's device {stream.device.index}.")
+                raise RuntimeError(f"Event device {self.device.index} does not match recording stream's device "
+                                   f'{stream.device.index}.')
             self.device, self.stream, self.seen, self.at = stream.device, stream, dict(stream.seen), gpu.clock()
             for f in gpu.on_record: f(self, stream)
 
@@ -66,9 +67,10 @@ def classes(gpu):
             if self.at is not None: gpu.wait('event.synchronize', self, self.device)
 
         def elapsed_time(self, end):
-            if not (self.enable_timing and end.enable_timing): raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-            if self.at is None or end.at is None: raise ValueError('Both events must be recorded before calculating elapsed time.')
-            if not (self.query() and end.query()): raise RuntimeError('Both events must be completed before calculating elapsed time.')
+            both = 'Both events must be'
+            if not (self.enable_timing and end.enable_timing): raise ValueError(f"{both} created with argument 'enable_timing=True'.")
+            if self.at is None or end.at is None: raise ValueError(f'{both} recorded before calculating elapsed time.')
+            if not (self.query() and end.query()): raise RuntimeError(f'{both} completed before calculating elapsed time.')
             return 1e3*(end.at-self.at)
 
     class OfAnyKind(type(Real)):
@@ -118,8 +120,9 @@ class Driver:
 
     def known(self, device):
         "Streams of a device that were ever used"
-        return {s for o in self.gpu.streams + self.defaults for s in (o, *o.seen) if s.device == device} | {
-            s for b in self.gpu.blocks.values() for s in (*b.reads, *b.wrote) if s.device == device}
+        heard = {s for o in self.gpu.streams + self.defaults for s in (o, *o.seen)}
+        used = {s for b in self.gpu.blocks.values() for s in (*b.reads, *b.wrote)}
+        return {s for s in heard | used if s.device == device}
 
     def empty_cache(self):
         for m in self.gpu.memory: m.trim()
@@ -145,15 +148,25 @@ class Driver:
                                      uuid=f'pretended-{index}', gcnArchName=f'sm_{major}{minor}')
 
     def functions(self):
+        "By their names in `torch._C`"
+        return {f'_cuda_{k}': v for k, v in self.of_cuda().items()} | {f'_accelerator_{k}': v for k, v in self.of_accelerator().items()}
+
+    def of_cuda(self):
         g, none = self.gpu, lambda *args: None
-        cuda = dict(getDeviceCount=lambda: g.devices, init=self.init, getDevice=lambda: g.current, setDevice=self.set_device, synchronize=self.synchronize,
-                    memoryStats=lambda i: self.ask(i).stats(), resetPeakMemoryStats=lambda i: self.ask(i).forget_peak(), resetAccumulatedMemoryStats=none,
-                    setMemoryFraction=self.set_fraction, getMemoryFraction=lambda i: self.ask(i).fraction, emptyCache=self.empty_cache,
-                    hostMemoryStats=dict, sleep=self.sleep, isCurrentStreamCapturing=lambda: False, getArchFlags=lambda: 'sm_75 sm_80 sm_90',
-                    canDeviceAccessPeer=lambda a, b: True, clearCublasWorkspaces=none, ipc_collect=none)
-        accelerator = dict(getAccelerator=lambda: torch.device('cuda'), getDeviceIndex=lambda: g.current, setDeviceIndex=self.set_device, getStream=self.stream,
-                           setStream=self.set_stream, synchronizeDevice=self.synchronize, exchangeDevice=self.exchange, maybeExchangeDevice=self.exchange,
-                           isAllocatorInitialized=lambda: g.initialized, emptyCache=self.empty_cache, emptyHostCache=none,
-                           getDeviceStats=lambda i: self.ask(i).stats(), resetAccumulatedStats=none, resetPeakStats=lambda i: self.ask(i).forget_peak(),
-                           getMemoryInfo=self.info)
-        return {f'_cuda_{k}': v for k, v in cuda.items()} | {f'_accelerator_{k}': v for k, v in accelerator.items()}
+        return dict(
+            getDeviceCount=lambda: g.devices, init=self.init, getDevice=lambda: g.current, setDevice=self.set_device,
+            synchronize=self.synchronize, sleep=self.sleep, isCurrentStreamCapturing=lambda: False,
+            memoryStats=lambda i: self.ask(i).stats(), resetPeakMemoryStats=lambda i: self.ask(i).forget_peak(),
+            resetAccumulatedMemoryStats=none, emptyCache=self.empty_cache, hostMemoryStats=dict,
+            setMemoryFraction=self.set_fraction, getMemoryFraction=lambda i: self.ask(i).fraction,
+            getArchFlags=lambda: 'sm_75 sm_80 sm_90', canDeviceAccessPeer=lambda a, b: True, clearCublasWorkspaces=none, ipc_collect=none)
+
+    def of_accelerator(self):
+        g, none = self.gpu, lambda *args: None
+        return dict(
+            getAccelerator=lambda: torch.device('cuda'), getDeviceIndex=lambda: g.current, setDeviceIndex=self.set_device,
+            exchangeDevice=self.exchange, maybeExchangeDevice=self.exchange,
+            getStream=self.stream, setStream=self.set_stream, synchronizeDevice=self.synchronize,
+            isAllocatorInitialized=lambda: g.initialized, emptyCache=self.empty_cache, emptyHostCache=none,
+            getDeviceStats=lambda i: self.ask(i).stats(), resetAccumulatedStats=none,
+            resetPeakStats=lambda i: self.ask(i).forget_peak(), getMemoryInfo=self.info)

@@ -12,8 +12,8 @@ CPU = torch.device('cpu')
 Wait = namedtuple('Wait', 'kind place device')
 Copy = namedtuple('Copy', 'way bytes pinned blocking stream place')  # way: H2D, D2H, D2D
 Race = namedtuple('Race', 'kind place')  # what a device may do in the wrong order
-_PLUMBING = ('/pretend/', '/contextlib.py', *(f'/torch/{o}' for o in ('overrides', '_ops', '_compile', '_tensor', '_jit_internal', 'functional', 'utils/', '_dynamo/', 'cuda/', 'accelerator/',
-                                                                     'autograd/')))
+_TORCH = 'overrides _ops _compile _tensor _jit_internal functional utils/ _dynamo/ cuda/ accelerator/ autograd/'.split()
+_PLUMBING = ('/pretend/', '/contextlib.py', *(f'/torch/{o}' for o in _TORCH))
 
 
 def place():
@@ -45,13 +45,16 @@ class Block:
 
 class Memory:
     "The allocator of one device: what is held now, and the most that was"
-    def __init__(self, total): self.total, self.fraction, self.allocated, self.peak, self.reserved, self.reserved_peak, self.ooms = total, 1., 0, 0, 0, 0, 0
+    def __init__(self, total):
+        self.total, self.fraction, self.ooms = total, 1., 0
+        self.allocated = self.peak = self.reserved = self.reserved_peak = 0
 
     def take(self, index, size, refuse=False):
         if refuse or self.allocated + size > self.total*self.fraction:
             self.ooms += 1
-            raise torch.OutOfMemoryError(f'CUDA out of memory. Tried to allocate {size/2**20:.2f} MiB. GPU {index} has a total capacity of '
-                                         f'{self.total/2**30:.2f} GiB of which {(self.total-self.allocated)/2**30:.2f} GiB is free.')
+            free = self.total-self.allocated
+            raise torch.OutOfMemoryError(f'CUDA out of memory. Tried to allocate {size/2**20:.2f} MiB. GPU {index} has a total '
+                                         f'capacity of {self.total/2**30:.2f} GiB of which {free/2**30:.2f} GiB is free.')
         self.allocated += size
         self.peak = max(self.peak, self.allocated)
         if self.allocated > self.reserved: self.trim()
@@ -62,7 +65,8 @@ class Memory:
 
     def stats(self):
         def both(now, peak): return dict(all=dict(current=now, peak=peak))
-        return dict(allocated_bytes=both(self.allocated, self.peak), reserved_bytes=both(self.reserved, self.reserved_peak), num_ooms=self.ooms)
+        return dict(allocated_bytes=both(self.allocated, self.peak), reserved_bytes=both(self.reserved, self.reserved_peak),
+                    num_ooms=self.ooms)
 
 
 class Gpu:
@@ -183,7 +187,8 @@ class Gpu:
         n = self.launch(stream, 'copy')
         merge(other.seen, stream.seen)
         a, b = self.block(source), self.block(target)
-        pinned = (a if went and not came else b) is not None and (a if went and not came else b).pinned
+        at_host = b if came else a
+        pinned = at_host is not None and at_host.pinned
         if a is not None and (came or pinned): self.use(a, stream.seen, False, stream, n)
         if b is not None: self.use(b, stream.seen, True, stream, n)
         way = 'D2D' if came and went else 'H2D' if went else 'D2H'

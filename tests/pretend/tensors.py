@@ -3,14 +3,15 @@ import torch
 
 from .state import CPU
 
-_FIRST = dict(t=('other', 'non_blocking', 'copy'), d=('dtype', 'non_blocking', 'copy'), o=('device', 'dtype', 'non_blocking', 'copy'))
+_REST = ('non_blocking', 'copy')
 
 
 def to_arguments(args, kwargs):
     "The arguments of `Tensor.to` by name"
     if not args: return dict(kwargs)
-    kind = 't' if isinstance(args[0], torch.Tensor) else 'd' if isinstance(args[0], torch.dtype) else 'o'
-    return dict(zip(_FIRST[kind], args)) | kwargs
+    first = args[0]
+    names = ('other',) if isinstance(first, torch.Tensor) else ('dtype',) if isinstance(first, torch.dtype) else ('device', 'dtype')
+    return dict(zip((*names, *_REST), args)) | kwargs
 
 
 def attributes(gpu):
@@ -22,7 +23,7 @@ def attributes(gpu):
 
     def move(t, came, went, non_blocking, **kwargs):
         with gpu.pause(): res = real['to'](t, copy=True, **kwargs)
-        if came and not went and non_blocking: gpu.mark(res, CPU, pinned=True)  # torch allocates what a copy may fill later page-locked
+        if came and not went and non_blocking: gpu.mark(res, CPU, pinned=True)  # so does torch, where a copy may come later
         elif went: gpu.mark(res, went)
         gpu.copied(t, res, came, went, non_blocking)
         return res
@@ -46,7 +47,8 @@ def attributes(gpu):
 
     def numpy(self, *args, **kwargs):
         if (d := gpu.device_of(self)) is not None:
-            raise TypeError(f"can't convert {d} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+            raise TypeError(f"can't convert {d} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory "
+                            'first.')
         return real['numpy'](host(self), *args, **kwargs)
 
     def host(self):
@@ -72,10 +74,15 @@ def attributes(gpu):
     def record_stream(self, stream):
         if (b := gpu.block(self)) is not None: b.kept.add(stream)
 
-    return dict(device=property(where), is_cuda=property(lambda s: gpu.device_of(s) is not None), is_cpu=property(lambda s: where(s).type == 'cpu'),
-                get_device=lambda s: where(s).index if gpu.device_of(s) else -1, to=to, tolist=tolist, numpy=numpy, pin_memory=pin_memory,
-                cpu=lambda s, **k: s.to('cpu', **k), cuda=lambda s, device=None, non_blocking=False, **k: s.to('cuda' if device is None else device, non_blocking=non_blocking, **k),
-                is_pinned=is_pinned, new_tensor=new_tensor, record_stream=record_stream)
+    def cuda(self, device=None, non_blocking=False, **kwargs):
+        return self.to('cuda' if device is None else device, non_blocking=non_blocking, **kwargs)
+
+    def cpu(self, **kwargs): return self.to('cpu', **kwargs)
+    def get_device(self): return where(self).index if gpu.device_of(self) else -1
+
+    return dict(device=property(where), is_cuda=property(lambda s: gpu.device_of(s) is not None),
+                is_cpu=property(lambda s: where(s).type == 'cpu'), get_device=get_device, to=to, cpu=cpu, cuda=cuda, tolist=tolist,
+                numpy=numpy, pin_memory=pin_memory, is_pinned=is_pinned, new_tensor=new_tensor, record_stream=record_stream)
 
 
 def storage_attributes(gpu):
