@@ -13,7 +13,7 @@ from fastcore.nbio import read_nb
 from convert import fence, linked
 
 GROUPS = dict(learners='Learners', callbacks='Callbacks', text='Text', vision='Vision', runs='Runs and statistics', cli='Command line')
-LEARNERS = set('learner training loop optimizer muon schedule batch_size all'.split())
+LEARNERS = set('learner training loop optimizer muon schedule batch_size transfer all'.split())
 
 
 def group_of(module):

@@ -130,7 +130,7 @@ def run_page(root):
     "Every field of a Run, with what a kept one holds"
     from fastbench.record import SCHEMA, STATUSES, Run
     from fastbench.showdoc import ParameterTable, type_name
-    kept = sorted((root/'benchmarks'/'results').glob('*.json'))
+    kept = sorted(o for o in (root/'benchmarks'/'results').glob('*.json') if not o.name.startswith('selftest-'))  # of trainings
     example = json.loads(kept[-1].read_text(encoding='utf-8')) if kept else {}
     about = ParameterTable(Run).dm
     rows = [(code(o.name), code(type_name(o.type)), about[o.name].docment if isinstance(about[o.name].docment, str) else '') for o in fields(Run)]

@@ -1517,6 +1517,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'fastbench.run.Watch.__init__': ('run.html#watch.__init__', 'fastbench/run.py'),
                                'fastbench.run.Watch.after_batch': ('run.html#watch.after_batch', 'fastbench/run.py'),
                                'fastbench.run.Watch.after_epoch': ('run.html#watch.after_epoch', 'fastbench/run.py'),
+                               'fastbench.run._Glimpse': ('run.html#_glimpse', 'fastbench/run.py'),
+                               'fastbench.run._Glimpse.__call__': ('run.html#_glimpse.__call__', 'fastbench/run.py'),
                                'fastbench.run._about': ('run.html#_about', 'fastbench/run.py'),
                                'fastbench.run._at_rest': ('run.html#_at_rest', 'fastbench/run.py'),
                                'fastbench.run._build': ('run.html#_build', 'fastbench/run.py'),

@@ -308,7 +308,7 @@ _small = dict(learner='small', arch='resnet18-kinked', size=32, epochs=35, wd=5e
 register_ladder(Recipe('dawn', 'CIFAR-10 to 94%, one line after another; published on one V100', data='cifar10', bs=128, lr=.1, target=.94, **_small), *_dawn)
 
 # %% ../nbs/00_recipe.ipynb #44659afb
-_on_photos = {'larger-batch': dict(bs=128, lr=.2), 'cutout': dict(bs=128, lr=.2), 'ten-epochs': dict(ema=.9), 'airbench': dict(bs=128)}
+_on_photos = {'larger-batch': dict(bs=128, lr=.2), 'cutout': dict(bs=128, lr=.2), 'ten-epochs': dict(ema=.9), 'airbench': dict(bs=128, compile=True)}
 register_ladder(Recipe('dawn-photos', 'shapes on photographs to 95%, by the rungs of dawn', data='photos', bs=32, lr=.05, target=.95, min_scale=1., **_small),
                 *(Rung(o.name, o.about, o.changes | _on_photos.get(o.name, {})) for o in _dawn))
 

@@ -33,6 +33,17 @@ from .record import Run, plain
 from .training import find_device
 
 # %% ../nbs/40_run.ipynb #d9957b1d
+class _Glimpse:
+    "Is the loss finite? Of a device it is read when it has arrived, without a wait"
+    coming = None
+    def __call__(self, loss):
+        ok = self.coming is None or not self.coming[1].query() or math.isfinite(self.coming[0])
+        if self.coming is None or self.coming[1].query():
+            api = getattr(torch, loss.device.type)
+            self.coming = loss.detach().mean().to('cpu', non_blocking=True),api.Event()
+            self.coming[1].record(*([api.current_stream(loss.device)] if hasattr(api, 'current_stream') else []))
+        return ok
+
 class Watch(Callback):
     "Tell how far the training is; stop it between two steps, or when it diverges"
     order = Recorder.order + 1
@@ -44,12 +55,13 @@ class Watch(Callback):
         self._tell,self._stop,self._look,self._next,self._history = tell or (lambda o: None),stop or (lambda: False),look,0.,[]
         self._looked,self.seen = -math.inf,[]
         self.diverged = self.stopped = False
+        self._finite = _Glimpse()
 
     def after_batch(self):
         now = time.monotonic()
         if now > self._next or self.iter+1 == self.n_iter:
             self._next = now + .2
-            if self.training: self.diverged |= not math.isfinite(self.recorder.losses[-1])
+            if self.training and self.learn.loss.device.type != 'cpu': self.diverged |= not self._finite(self.learn.loss)
             self._tell(dict(epoch=self.epoch, epochs=self.n_epoch, step=self.iter+1, steps=self.n_iter, phase='train' if self.training else 'valid'))
         if self.training and self.learn.loss.device.type == 'cpu': self.diverged |= not math.isfinite(self.learn.loss.detach().mean())
         self.stopped = bool(self._stop())

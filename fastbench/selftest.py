@@ -97,7 +97,7 @@ def _run_of(here, rows):
 # %% ../nbs/48_selftest.ipynb #4900b11b
 class Hardware(Sheet):
     "Devices on which a selftest was kept"
-    columns = tuple((o, o, str) for o in ('device', 'checks', 'passed', 'failed', 'skipped', 'torch', 'fastbench', 'date', 'run'))
+    columns = tuple((o, o, str) for o in ('device', 'checks', 'passed', 'failed', 'skipped', 'torch', 'date'))  # rows also have fastbench and run
     left,title = 2,'Selftests'
     def __init__(self, runs # Of kind selftest
         ):

@@ -255,3 +255,21 @@ def test_the_peak_is_of_random_numbers_and_says_tf32(gpu, monkeypatch):
     torch.set_float32_matmul_precision('high')
     try: assert flops._device_key(torch.device('cuda:0'), 'fp32') != plain and 'tf32' in flops._device_key(torch.device('cuda:0'), 'fp32')
     finally: torch.set_float32_matmul_precision('highest')
+
+
+def test_a_look_at_the_loss_is_no_wait(gpu, monkeypatch):
+    "However often it looks; and a loss that is no number ends the fit"
+    now = iter(range(10**6))
+    monkeypatch.setattr(run_module.time, 'monotonic', lambda: float(next(now)))
+    class Count(Callback):
+        order = 1e6
+        waits = {}
+        def before_batch(self): self.at = len(gpu.waits)
+        def after_batch(self):
+            if self.training: self.waits[self.iter] = len(gpu.waits) - self.at
+    learn = bench_learner('digits-xresnet18', device='cuda', offline=True, workers=0, bs=64)
+    learn.add_cbs([run_module.Watch(), Count()])
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    assert len(Count.waits) > 10 and not any(Count.waits.values())
+    monkeypatch.undo()
+    assert quiet(device='cuda', lr=1e30, schedule='flat', batches=None, bs=64).status == 'diverged'

@@ -148,3 +148,12 @@ def test_waits_are_counted_by_what_pytorch_says(monkeypatch, gpu):
     made = checks._learner
     monkeypatch.setattr(checks, '_learner', lambda *a, **k: made(*a, **k).add_cb(Reads()))
     assert checks.count_waits(here, 'digits-xresnet18') == 1
+
+
+def test_readme_and_docs_say_on_what_it_was_kept(root):
+    "The table grows by Runs in benchmarks/results, and must not be behind them"
+    from fastbench.selftest import hardware
+    table = hardware(root/'benchmarks'/'results')
+    assert table.rows and all(o['failed'] == 0 for o in table.rows)
+    for line in table.to_markdown().splitlines():
+        if line.startswith('|'): assert line.strip() in (root/'README.md').read_text(), 'run the cell of nbs/index.ipynb that makes the table, then docs/readme.py'

@@ -48,18 +48,25 @@ class DeviceQueue:
         self.side = self.api.Stream(device=device) if hasattr(self.api, 'current_stream') else None
         self.can_hold = device.type == 'cuda' and hasattr(torch.cuda, '_sleep')
 
-    def event(self): return self.api.Event(enable_timing=True)
-    def record(self, e):
+    def event(self):
+        "One that tells the time"
+        return self.api.Event(enable_timing=True)
+    def record(self, e # Of `event`
+        ):
         "Into the queue"
         e.record(*([] if self.side is None else [self.api.current_stream(self.device)]))
-    def beside(self, e):
+    def beside(self, e # Of `event`
+        ):
         "Into a stream that has no work: it completes at once"
         e.record(self.side)
 
-    def hold(self, seconds):
+    def hold(self, seconds # How long, about
+        ):
         "Let the device stand still before what is launched next; the host goes on"
         with torch.cuda.device(self.device): torch.cuda._sleep(int(seconds*self.rate))
-    def calibrate(self, asked, took):
+    def calibrate(self, asked, # Seconds of a pause
+                  took, # Seconds that it lasted
+        ):
         "How long a pause really was: a clock rate is not told, but seen"
         if took > 0: self.rate *= min(max(asked/took, .1), 10.)
 
@@ -95,12 +102,15 @@ class Holds:
         self.samples,self.fails,self.longest = samples,fails,longest
         self.seen,self.plain,self.got,self.failed = {},Counter(),Counter(),Counter()
 
-    def saw(self, phase, edges):
+    def saw(self, phase, # 'train' or 'valid'
+            edges, # Of a step without pauses
+        ):
         "A step without pauses was read"
         self.plain[phase] += 1
         self.seen[phase] = [(b.column, b.at - a.at, b.waited(a)) for a,b in pairwise(edges)]
 
-    def plan(self, phase): # A list of (column, seconds, 0 for no pause), an action each; None: nothing is to be learned
+    def plan(self, phase # 'train' or 'valid'
+        ): # A list of (column, seconds, 0 for no pause), an action each; None: nothing is to be learned
         "The pauses of the next step"
         if self.plain[phase] < 2: return None
         want = {c for c,took,waited in self.seen[phase] if waited and self.got[phase,c] < self.samples and self.failed[phase,c] < self.fails}
@@ -109,7 +119,9 @@ class Holds:
         self.plain[phase] = 0
         return [(c, (1.25*took + LAUNCH)*(c in want)) for c,took,_ in self.seen[phase]]
 
-    def learn(self, phase, edges): # Seconds of computing by column
+    def learn(self, phase, # 'train' or 'valid'
+              edges, # Of a step with pauses
+        ): # Seconds of computing by column
         "A step with pauses was read"
         took,bad = Counter(),set()
         for a,b in pairwise(edges):

@@ -83,7 +83,10 @@ def batch_augmented(x, # Prepared images, all of them
 # %% ../../nbs/34_vision.augment.ipynb #f497b094
 def prepare_on(x, # uint8: image, channel, height, width
                device, # Where to
-               mean, std, size=None, pad=0, # as for `prepare`
+               mean, # As for `prepare`
+               std, # Likewise
+               size=None, # Likewise
+               pad=0, # Likewise
                chunk=4096, # Images that are worked on at a time
     ): # float32, normalised, on `device`
     "`prepare` on a device, which gets the bytes"
