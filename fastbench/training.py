@@ -55,9 +55,10 @@ def precision_on(precision:str, # As in a recipe
                  device:torch.device, # Where to train
     )->str: # fp32, fp16, bf16, half-fp16 or half-bf16
     "What `mixed`, `half` and `fp16-cuda` mean on a device"
-    old = device.type == 'cuda' and not native_bf16(device)
-    dtype = 'fp16' if old or device.type == 'cuda' and precision == 'fp16-cuda' else 'bf16'
-    return {'mixed': dtype, 'fp16-cuda': dtype, 'half': f'half-{dtype}'}.get(precision, precision)
+    if precision not in ('mixed', 'half', 'fp16-cuda'): return precision
+    fp16 = device.type == 'cuda' and (precision == 'fp16-cuda' or not native_bf16(device))
+    dtype = 'fp16' if fp16 else 'bf16'
+    return f'half-{dtype}' if precision == 'half' else dtype
 
 # %% ../nbs/15_training.ipynb #b99e36a1
 class BenchLearner(FastLoop):
