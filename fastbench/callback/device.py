@@ -74,9 +74,10 @@ class DeviceQueue:
 LAUNCH = 20e-6  # seconds that a launch takes to arrive, at most
 
 class _Edge:
-    "Where one action ends and the next begins: its event, when the host recorded it, what ended (None: a pause, of `asked` seconds)"
+    "Where one action ends and the next begins: its event, when the host recorded it, what ended"
     __slots__ = ('event', 'at', 'column', 'anchor', 'asked')
-    def __init__(self, event, at, column, anchor, asked=0.): self.event,self.at,self.column,self.anchor,self.asked = event,at,column,anchor,asked
+    def __init__(self, event, at, column, anchor, asked=0.): # column None: a pause ended, of `asked` seconds
+        self.event,self.at,self.column,self.anchor,self.asked = event,at,column,anchor,asked
     def to(self, b): return self.event.elapsed_time(b.event)/1e3
 
     @property
@@ -113,7 +114,8 @@ class Holds:
         ): # A list of (column, seconds, 0 for no pause), an action each; None: nothing is to be learned
         "The pauses of the next step"
         if self.plain[phase] < 2: return None
-        want = {c for c,took,waited in self.seen[phase] if waited and self.got[phase,c] < self.samples and self.failed[phase,c] < self.fails}
+        def lacks(c): return self.got[phase,c] < self.samples and self.failed[phase,c] < self.fails
+        want = {c for c,_,waited in self.seen[phase] if waited and lacks(c)}
         want -= {c for c,took,_ in self.seen[phase] if took > self.longest}
         if not want: return None
         self.plain[phase] = 0
