@@ -35,7 +35,9 @@ from .training import BenchLearner
 
 # %% ../nbs/16_batch_size.ipynb #8a14bf53
 _signs = ("can't allocate memory", 'not enough memory', 'out of memory', 'ALLOC_FAILED', 'Cannot allocate memory',
-          'CUDNN_STATUS_NOT_SUPPORTED', 'unable to find an engine', 'CUBLAS_STATUS_NOT_INITIALIZED', 'CUDNN_STATUS_EXECUTION_FAILED_CUDART')  # libraries that found no room to work in
+          # of libraries that found no room to work in
+         'CUDNN_STATUS_NOT_SUPPORTED', 'unable to find an engine', 'CUBLAS_STATUS_NOT_INITIALIZED',
+         'CUDNN_STATUS_EXECUTION_FAILED_CUDART')
 
 def is_oom(e:BaseException # What a step raised
     )->bool:

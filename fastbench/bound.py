@@ -7,12 +7,16 @@ __all__ = ['device_parts', 'verdict']
 
 # %% ../nbs/02_bound.ipynb #ff94404a
 _advice = {
-    'input-bound': 'waiting for the loader: try more workers, smaller or pre-decoded images, augmentation on whole batches',
+    'input-bound': 'waiting for the loader: '
+        'try more workers, smaller or pre-decoded images, augmentation on whole batches',
     'launch/overhead-bound': 'between the computations: try a larger batch, fewer callbacks, torch.compile',
     'compute-bound': 'computing: try mixed precision, channels-last, torch.compile, a smaller model',
-    'input-bound on the device': 'by the device on its input: try cheaper augmentation, smaller images, bytes copied instead of floats',
-    'launch-bound': "with the device waiting for the host's launches: try a larger batch, a fused optimizer, compile(mode='reduce-overhead'), fewer callbacks",
-    'compute- or launch-bound': 'by the device on all but its input, which does not tell computing from waiting: try a larger batch first',
+    'input-bound on the device': 'by the device on its input: '
+        'try cheaper augmentation, smaller images, bytes copied instead of floats',
+    'launch-bound': "with the device waiting for the host's launches: "
+        "try a larger batch, a fused optimizer, compile(mode='reduce-overhead'), fewer callbacks",
+    'compute- or launch-bound': 'by the device on all but its input, which does not tell computing from waiting: '
+        'try a larger batch first',
 }
 _input,_work = ('draw', 'to_device'),('forward', 'predict', 'loss', 'backward', 'opt_step', 'zero_grad')
 
@@ -26,11 +30,13 @@ def _on_host(of):
 def device_parts(of:dict # Rows of one phase by action, as `rows` makes them
     )->dict: # Shares of the device's step: input-bound, input-bound on the device, launch-bound, compute-bound
     "What the device did in an average step, and what it waited for"
-    n,step,res = of['step']['calls'],of['step']['device_mean'],dict.fromkeys(('input-bound', 'input-bound on the device', 'launch-bound', 'compute-bound'), 0.)
+    n,step = of['step']['calls'],of['step']['device_mean']
+    for_input,for_work = ('input-bound', 'input-bound on the device'),('launch-bound', 'compute-bound')
+    res = dict.fromkeys(for_input + for_work, 0.)
     for action,r in of.items():
         if action == 'step' or not r.get('device_mean'): continue
         share,waiting = min(1., r['calls']/n)/step,r['device_waiting']
-        waits,works = ('input-bound', 'input-bound on the device') if action in _input else ('launch-bound', 'compute-bound')
+        waits,works = for_input if action in _input else for_work
         res[waits] += share*waiting
         res[works] += share*(r['device_mean'] - waiting)
     return res
@@ -56,4 +62,5 @@ def verdict(table:list # Rows, as `rows` makes them
     doing,_,tip = _advice[bound].partition(': ')
     if on_device and bound == 'input-bound': doing = 'with the device waiting for the loader'
     sure = '' if bound != 'launch-bound' or of['step'].get('device_busy') is not None else 'up to '
-    return dict(bound=bound, share=share, phase=phase, text=f'{bound}: {sure}{share:.0%} of the step is spent {doing}; {tip}')
+    text = f'{bound}: {sure}{share:.0%} of the step is spent {doing}; {tip}'
+    return dict(bound=bound, share=share, phase=phase, text=text)

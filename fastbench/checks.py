@@ -81,6 +81,12 @@ def _can(here, precision):
     except UserError: return False
     return True
 
+_dtypes = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16)
+
+def _precisions(here): return [p for p in _dtypes if p == 'fp32' or _can(here, p)]
+
+def _run(here, recipe, **changes): return run_recipe(recipe, device=here.device, offline=True, **changes)
+
 # %% ../nbs/41_checks.ipynb #ck000008
 class _Waits(Callback):
     "Counts the host's waits in steps `first` to `last`"
@@ -93,9 +99,13 @@ class _Waits(Callback):
     def after_fit(self): torch.cuda.set_sync_debug_mode('default')
 
 WAITS = {  # recipe, changes, waits a step at most
-    'fp32': ('digits-xresnet18', {}, 0), 'bf16': ('digits-xresnet18', dict(precision='bf16'), 0), 'half': ('digits-xresnet18', dict(precision='half'), 0),
-    'fp16': ('digits-xresnet18', dict(precision='fp16'), 0), 'averaged weights': ('digits-xresnet18', dict(ema=.99), 0),
-    'augmented on the device': ('digits-xresnet18', dict(augment='batch', pad=2), 0), 'texts, sorted': ('docstrings-distilbert', dict(sample=.3), 1),
+    'fp32': ('digits-xresnet18', {}, 0),
+    'bf16': ('digits-xresnet18', dict(precision='bf16'), 0),
+    'half': ('digits-xresnet18', dict(precision='half'), 0),
+    'fp16': ('digits-xresnet18', dict(precision='fp16'), 0),
+    'averaged weights': ('digits-xresnet18', dict(ema=.99), 0),
+    'augmented on the device': ('digits-xresnet18', dict(augment='batch', pad=2), 0),
+    'texts, sorted': ('docstrings-distilbert', dict(sample=.3), 1),
     'texts, packed': ('docstrings-distilbert', dict(loader='packed', attention='values', sample=.3), 0)}
 
 def count_waits(here:Here,
@@ -137,12 +147,14 @@ class _Net(nn.Module):
         self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(n)))
     def forward(self, x): return self.layers(x).mean(1)
 
-NETS = {'launch-bound': dict(n=200, width=16, bs=16, bound='launch-bound'), 'compute-bound': dict(n=8, width=4096, bs=2048, bound='compute-bound')}
+NETS = {'launch-bound': dict(n=200, width=16, bs=16, bound='launch-bound'),
+        'compute-bound': dict(n=8, width=4096, bs=2048, bound='compute-bound')}
 
 def _dense(here, n, width, bs, steps, **kwargs):
     torch.manual_seed(0)
     b = torch.randn(bs, width, device=here.device),torch.randn(bs, device=here.device)
-    return BenchLearner(DataLoaders([b]*steps, [], device=here.device), _Net(n, width), loss_func=nn.MSELoss(), opt_func=partial(SGD), **kwargs)
+    dls = DataLoaders([b]*steps, [], device=here.device)
+    return BenchLearner(dls, _Net(n, width), loss_func=nn.MSELoss(), opt_func=partial(SGD), **kwargs)
 
 def _compare_clocks(here, n, width, bs, bound, steps=40):
     learn = _fit(_dense(here, n, width, bs, steps).profile())
@@ -166,7 +178,8 @@ def device_clock(here):
 @check('a GPU by each of its names, the profiler on')
 def device_names(here):
     kind = here.device.type
-    names = [kind] if kind in ('cpu', 'mps') else [kind, *(f'{kind}:{i}' for i in range(getattr(torch, kind).device_count()))]
+    n = 0 if kind in ('cpu', 'mps') else getattr(torch, kind).device_count()
+    names = [kind, *(f'{kind}:{i}' for i in range(n))]
     for name in names:
         run = run_recipe('digits-xresnet18', device=name, offline=True, epochs=1, batches=8, workers=0)
         require(run.status == 'ok' and run.table.rows, f'{name}: {run.status} ({run.error})')
@@ -175,13 +188,16 @@ def device_names(here):
 # %% ../nbs/41_checks.ipynb #ck000012
 def _tiny(family, dropout=0.):
     import transformers as t
-    common = dict(vocab_size=120, bos_token_id=1, eos_token_id=2, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
+    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
+    common = dict(vocab_size=120, bos_token_id=1, eos_token_id=2, **sizes)
     dropouts = dict(hidden_dropout_prob=0., attention_probs_dropout_prob=dropout)
+    modern = dict(local_attention=8, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2)
+    newer = dict(attention_dropout=dropout, pad_token_id=0)
     torch.manual_seed(0)
     if family == 'BERT': return t.BertModel(t.BertConfig(**common, **dropouts), add_pooling_layer=False)
     if family == 'RoBERTa': return t.RobertaModel(t.RobertaConfig(**common, **dropouts), add_pooling_layer=False)
-    if family == 'ModernBERT': return t.ModernBertModel(t.ModernBertConfig(**common, local_attention=8, global_attn_every_n_layers=2, attention_dropout=dropout, pad_token_id=0, cls_token_id=1, sep_token_id=2))
-    return t.LlamaModel(t.LlamaConfig(**common, num_key_value_heads=2, attention_dropout=dropout, pad_token_id=0))
+    if family == 'ModernBERT': return t.ModernBertModel(t.ModernBertConfig(**common, **newer, **modern))
+    return t.LlamaModel(t.LlamaConfig(**common, **newer, num_key_value_heads=2))
 
 FAMILIES = ('BERT', 'RoBERTa', 'ModernBERT', 'Llama')
 
@@ -192,28 +208,32 @@ def _both(model, dtype, lengths=(30, 7, 19)):
     res = []
     for pack in (True, False):
         model.zero_grad()
-        with cast: out = packed_call(model, packed, True)[0] if pack else model(**padded)[0].flatten(0, 1)[bounds.place][None]
+        with cast:
+            if pack: out = packed_call(model, packed, True)[0]
+            else: out = model(**padded)[0].flatten(0, 1)[bounds.place][None]
         out.float().pow(2).mean().backward()
         res.append([out.detach().float()] + [p.grad.float() for p in model.parameters() if p.grad is not None])
     return res
 
-def _off(a, b):
-    "Difference of outputs, or of all gradients together, as a share: the larger of both"
-    def share(xs, ys): return (sum((x - y).pow(2).sum() for x,y in zip(xs, ys))/sum(y.pow(2).sum() for y in ys)).sqrt().item()
-    return max(share(a[:1], b[:1]), share(a[1:], b[1:]))
+def _share(xs, ys):
+    "The difference of two lists of tensors as a share of the second"
+    return (sum((x - y).pow(2).sum() for x,y in zip(xs, ys))/sum(y.pow(2).sum() for y in ys)).sqrt().item()
+
+def _agree(here, family, precision):
+    "The larger difference, of outputs or of all gradients together; fails where it is too large"
+    dtype,what = _dtypes[precision],f'{family} in {precision}'
+    (out,*grads),(want,*want_grads) = _both(fast_attention(_tiny(family).to(here.device).eval()), dtype)
+    off = max(_share([out], [want]), _share(grads, want_grads))
+    require(off < (1e-3 if precision == 'fp32' else .05), f'{what}: packed and padded differ by {off:.2g}')
+    with_dropout,_ = _both(fast_attention(_tiny(family, .1).to(here.device).train()), dtype)
+    require(all(o.isfinite().all() for o in with_dropout), f'{what} with dropout: not finite')
+    return off
 
 @check('packed texts give the outputs and gradients of padded ones, in each precision')
 def packed(here):
-    dtypes = {k: o for k,o in dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16).items() if k == 'fp32' or _can(here, k)}
-    worst = {}
+    worst = dict.fromkeys(_precisions(here), 0.)
     for family in FAMILIES:
-        for name,dtype in dtypes.items():
-            model = fast_attention(_tiny(family).to(here.device).eval())
-            off = _off(*_both(model, dtype))
-            worst[name] = max(worst.get(name, 0.), off)
-            require(off < (1e-3 if name == 'fp32' else .05), f'{family} in {name}: packed and padded differ by {off:.2g}')
-            drop = fast_attention(_tiny(family, .1).to(here.device).train())
-            require(all(o.isfinite().all() for o in _both(drop, dtype)[0]), f'{family} in {name} with dropout: not finite')
+        for p in worst: worst[p] = max(worst[p], _agree(here, family, p))
     return f"{len(FAMILIES)} families; largest difference: {', '.join(f'{k} {v:.1g}' for k,v in worst.items())}"
 
 # %% ../nbs/41_checks.ipynb #ck000014
@@ -221,7 +241,7 @@ def packed(here):
 def largest_batch(here):
     limit = '2GB' if here.device.type == 'cpu' or not here.full else None
     found = _learner(here, 'photos-xresnet18', bs=16).find_batch_size(start=16, memory=limit)
-    run = run_recipe('photos-xresnet18', device=here.device, offline=True, bs=int(found), epochs=1, batches=4, workers=0)
+    run = _run(here, 'photos-xresnet18', bs=int(found), epochs=1, batches=4, workers=0)
     require(run.status == 'ok', f'{int(found)} was found, and a fit with it {run.status}: {run.error}')
     free(here.device)
     return f'{int(found)}: {found.why}'
@@ -229,14 +249,16 @@ def largest_batch(here):
 @check('fp16 overflows and recovers as with PyTorch\'s scaler read by the host')
 def overflow(here):
     here.only('cuda', why='fp16 is trained on GPUs')
-    scales,skipped = [],[]
+    scales = []
     for cls in (FastaiMixedPrecision, MixedPrecision):
         learn = _dense(here, 4, 64, 64, 30, cbs=[cls('fp16', init_scale=2.**40)])
         _fit(learn)
-        scales.append(learn.mixed_precision.scaler.get_scale() if cls is FastaiMixedPrecision else learn.mixed_precision._scaler.get_scale())
-        skipped.append(len(getattr(learn.mixed_precision, 'skipped', ())))
-    require(skipped[1] > 0 and scales[0] == scales[1], f'scale after 30 steps: {scales[0]:g} by fastai, {scales[1]:g} by fastbench, which skipped {skipped[1]}')
-    return f'{skipped[1]} steps skipped, scale {scales[1]:g}, as fastai has it'
+        amp = learn.mixed_precision
+        scales.append((amp.scaler if cls is FastaiMixedPrecision else amp._scaler).get_scale())
+    theirs,ours,skipped = *scales,len(amp.skipped)
+    seen = f'scale after 30 steps: {theirs:g} by fastai, {ours:g} by fastbench, which skipped {skipped}'
+    require(skipped > 0 and theirs == ours, seen)
+    return f'{skipped} steps skipped, scale {ours:g}, as fastai has it'
 
 @contextmanager
 def _matmul(precision):
@@ -249,7 +271,7 @@ def _matmul(precision):
 def peak(here):
     if here.device.type not in ('cpu', 'cuda'): raise NotHere('a device without a known order of its precisions')
     budget = 1. if here.full else .3
-    found = {p: measure_peak(here.device, p, budget=budget) for p in ('fp32', 'fp16', 'bf16') if p == 'fp32' or _can(here, p)}
+    found = {p: measure_peak(here.device, p, budget=budget) for p in _precisions(here)}
     if here.device.type == 'cuda' and torch.cuda.get_device_capability(here.device) >= (8, 0):
         with _matmul('high'): found['tf32'] = measure_peak(here.device, 'fp32', budget=budget)
     lower = [v for k,v in found.items() if k != 'fp32']
@@ -267,7 +289,8 @@ def driver(here):
     require(ours.removeprefix('GPU-') in theirs, f'torch says {ours}, NVML {theirs}')
     state = gpu_state(nv, handle, {os.getpid()})
     mig = _ask(nv, 'nvmlDeviceIsMigDeviceHandle', handle)
-    return f"{nv.nvmlDeviceGetName(handle)}, driver {nv.nvmlSystemGetDriverVersion()}{', a MIG slice' if mig else ''}, {state.get('others', 'an unknown number of')} other processes"
+    gpu = f"{nv.nvmlDeviceGetName(handle)}, driver {nv.nvmlSystemGetDriverVersion()}{', a MIG slice' if mig else ''}"
+    return f"{gpu}, {state.get('others', 'an unknown number of')} other processes"
 
 @check('events, and what MPS leaves to the CPU')
 def mps(here):
@@ -279,9 +302,9 @@ def mps(here):
 
 @check('compiled: with averaged weights, in half precision, with a partial batch', full=True)
 def compiled(here):
-    said = []
+    said,precision = [],'half' if _can(here, 'bf16') else 'fp32'
     for mode in ('default',) if here.device.type == 'cpu' else ('default', 'reduce-overhead'):
-        learn = _learner(here, 'photos-xresnet18', compile=mode, ema=.9, precision='half' if _can(here, 'bf16') else 'fp32', epochs=2)
+        learn = _learner(here, 'photos-xresnet18', compile=mode, ema=.9, precision=precision, epochs=2)
         _fit(learn, 2)
         said.append(f'{mode}: {learn.compiling.recompiles} compiled again')
         require(learn.compiling.recompiles <= 2, said[-1])
@@ -289,14 +312,14 @@ def compiled(here):
 
 @check('the last rung of dawn-photos reaches its target, three times', full=True)
 def time_to_accuracy(here):
-    runs = [run_recipe('dawn-photos-airbench', device=here.device, offline=True, repeat=i) for i in range(3)]
+    runs = [_run(here, 'dawn-photos-airbench', repeat=i) for i in range(3)]
     took = [r.extra['goal']['seconds'] for r in runs if r.status == 'ok' and r.extra['goal']['reached']]
     require(len(took) == 3, f"{len(took)} of 3 reached it: {', '.join(str(r.error or r.status) for r in runs)}")
     return f"{', '.join(f'{o:.3g}' for o in took)} s"
 
 @check('texts: from padded batches in fp32 to packed ones with a fused optimizer', full=True)
 def faster(here):
-    runs = [run_recipe(f'faster-docstrings-{o}', device=here.device, offline=True, epochs=1) for o in ('plain', 'fused')]
+    runs = [_run(here, f'faster-docstrings-{o}', epochs=1) for o in ('plain', 'fused')]
     require(all(r.status == 'ok' for r in runs), '; '.join(str(r.error) for r in runs if r.status != 'ok'))
     return f'{runs[0].seconds:.3g} s and {runs[1].seconds:.3g} s an epoch, {runs[0].seconds/runs[1].seconds:.2f}x'
 
@@ -305,7 +328,8 @@ def tests(here):
     here.only('cuda', why='they want a CUDA device')
     folder = Path(fastbench.__file__).parent.parent/'tests'
     if not folder.is_dir(): raise NotHere('this fastbench was not installed from a checkout')
-    out = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-k', 'cuda', str(folder)], capture_output=True, text=True, cwd=folder.parent)
+    command = [sys.executable, '-m', 'pytest', '-q', '-k', 'cuda', str(folder)]
+    out = subprocess.run(command, capture_output=True, text=True, cwd=folder.parent)
     last = (out.stdout.strip().splitlines() or ['no output'])[-1]
     require(out.returncode == 0, last)
     return last

@@ -173,16 +173,19 @@ def _ask(nv, name, *args):
 
 # %% ../nbs/02_environment.ipynb #f39ac73c
 def _knows(torch, nv):
-    "May torch be asked which GPU is which? It is woken for that where there are several, as it numbers the fastest first and NVML goes by the bus"
-    if not torch.cuda.is_initialized() and (_ask(nv, 'nvmlDeviceGetCount') or 0) > 1 and torch.cuda.is_available(): torch.cuda.init()
+    "May torch be asked which GPU is which?"
+    if torch.cuda.is_initialized(): return True
+    # it is woken where there are several, as it numbers the fastest first and NVML goes by the bus
+    if (_ask(nv, 'nvmlDeviceGetCount') or 0) > 1 and torch.cuda.is_available(): torch.cuda.init()
     return torch.cuda.is_initialized()
 
 def _handle(nv, index, env=os.environ):
     "NVML's handle of the device that torch calls `cuda:index`"
     torch = sys.modules.get('torch')
-    if torch and hasattr(torch, 'cuda') and _knows(torch, nv) and hasattr(p := torch.cuda.get_device_properties(index), 'uuid'):
+    known = torch and hasattr(torch, 'cuda') and _knows(torch, nv)
+    if known and (uuid := getattr(torch.cuda.get_device_properties(index), 'uuid', None)) is not None:
         for part in ('GPU', 'MIG'): # a whole GPU or a part of one
-            if (h := _ask(nv, 'nvmlDeviceGetHandleByUUID', f'{part}-{p.uuid}')) is not None: return h
+            if (h := _ask(nv, 'nvmlDeviceGetHandleByUUID', f'{part}-{uuid}')) is not None: return h
     visible = [o.strip() for o in env.get('CUDA_VISIBLE_DEVICES', '').split(',') if o.strip()]
     if not visible: return nv.nvmlDeviceGetHandleByIndex(index)
     if visible[index].isdigit(): return nv.nvmlDeviceGetHandleByIndex(int(visible[index]))

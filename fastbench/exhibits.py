@@ -61,11 +61,16 @@ def _spread(xs, form):
     text,low,high = form(mean(xs)),form(min(xs)),form(max(xs))
     return text if low == high else f'{text} ({low} to {high})'
 
+def _not_as_asked(p): # p: the precision of a Run
+    "Was another precision used than the one asked for? Some names leave the choice to the device"
+    return p.get('effective') and p.get('asked') not in (None, p['effective'], 'mixed', 'half', 'fp16-cuda')
+
 def _tags(side):
     data = [r.data for r in side.runs]
     for key,text in (('fallback', 'fallback data'), ('synthetic', 'synthetic data'), ('fallback_weights', 'fallback weights')):
         if any(d.get(key) for d in data): yield tag('span', text, cls='tag warm')
-    if any(p.get('effective') and p.get('asked') not in (None, p['effective'], 'mixed', 'half', 'fp16-cuda') for p in (r.precision for r in side.runs)): yield tag('span', 'not the precision asked for', cls='tag warm')
+    if any(_not_as_asked(r.precision) for r in side.runs):
+        yield tag('span', 'not the precision asked for', cls='tag warm')
     for k in STATUSES:
         if k != 'ok' and (n := sum(r.status == k for r in side.runs)): yield tag('span', f'{n} {k}', cls='tag bad')
 

@@ -11,16 +11,23 @@ from .batch_size import is_oom
 # %% ../nbs/38_failure.ipynb #fa000005
 _lost = {
     'out of memory': None,  # by `is_oom`
-    'GPU is lost': 'the GPU fell off the bus: power, heat or the slot; `nvidia-smi` and the kernel log (dmesg: Xid) say more, and a reboot brings it back',
-    'uncorrectable ECC': 'its memory has a fault that cannot be corrected: `nvidia-smi -q -d ECC`; reset the GPU or replace it',
+    'GPU is lost': 'the GPU fell off the bus: power, heat or the slot; '
+        '`nvidia-smi` and the kernel log (dmesg: Xid) say more, and a reboot brings it back',
+    'uncorrectable ECC': 'its memory has a fault that cannot be corrected: '
+        '`nvidia-smi -q -d ECC`; reset the GPU or replace it',
     'launch timed out': 'a kernel ran longer than the display allows: use a GPU without a display, or smaller batches',
-    'device-side assert': 'a kernel was given an index outside of its table, mostly a label or token number that is too large: run once more with device=cpu, which names it',
-    'illegal memory access': 'a kernel read outside of its memory: run once more with CUDA_LAUNCH_BLOCKING=1, which names the operation',
-    'busy or unavailable': 'another process holds it alone (compute mode): `nvidia-smi` shows who; wait, or choose another with CUDA_VISIBLE_DEVICES',
-    'no CUDA-capable device': 'it was there when the training began: `nvidia-smi` shows whether it still is, or whether CUDA_VISIBLE_DEVICES was changed',
+    'device-side assert': 'a kernel was given an index outside of its table, mostly a label or token number '
+        'that is too large: run once more with device=cpu, which names it',
+    'illegal memory access': 'a kernel read outside of its memory: '
+        'run once more with CUDA_LAUNCH_BLOCKING=1, which names the operation',
+    'busy or unavailable': 'another process holds it alone (compute mode): '
+        '`nvidia-smi` shows who; wait, or choose another with CUDA_VISIBLE_DEVICES',
+    'no CUDA-capable device': 'it was there when the training began: '
+        '`nvidia-smi` shows whether it still is, or whether CUDA_VISIBLE_DEVICES was changed',
     'no kernel image is available': 'this torch was not built for a GPU of its age: install a torch that supports it',
     'driver shutting down': 'the process was about to end',
-    'unspecified launch failure': 'the device failed: the kernel log (dmesg: Xid) says more; run once more with CUDA_LAUNCH_BLOCKING=1',
+    'unspecified launch failure': 'the device failed: '
+        'the kernel log (dmesg: Xid) says more; run once more with CUDA_LAUNCH_BLOCKING=1',
 }
 
 def is_lost(e:BaseException # What a step raised
@@ -36,7 +43,8 @@ def explain(e:BaseException, # What ended the training
     first = (str(e).strip().splitlines() or [''])[0]
     if is_oom(e):
         of = f'a batch of {bs}' if bs else 'a batch'
-        return f"out of memory on {device}: {of} does not fit beside what is there; a smaller bs, bs='largest', precision='mixed' or GradientCheckpointing need less ({type(e).__name__}: {first})"
+        return (f"out of memory on {device}: {of} does not fit beside what is there; a smaller bs, bs='largest', "
+                f"precision='mixed' or GradientCheckpointing need less ({type(e).__name__}: {first})")
     why = next((v for k,v in _lost.items() if v and k in str(e)), None)
     if why is None: return f'{type(e).__name__}: {first}'
     return f'{device} failed: {first}; {why}'

@@ -49,7 +49,8 @@ def onednn_linear(x, # Inputs, [..., features]
 
 def _products(device, precision): return [torch.matmul, onednn_linear] if device.type == 'cpu' and precision == 'fp32' and has_onednn() else [torch.matmul]
 
-def _tf32(device, precision): return device.type == 'cuda' and precision == 'fp32' and torch.get_float32_matmul_precision() != 'highest'
+def _tf32(device, precision):
+    return device.type == 'cuda' and precision == 'fp32' and torch.get_float32_matmul_precision() != 'highest'
 
 def _device_key(device, precision):
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else cpu_model() if device.type == 'cpu' else device.type

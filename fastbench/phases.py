@@ -118,8 +118,8 @@ class Profile:
     def __init__(self, keep:int=2**16 # Steps held raw, a phase
         ):
         self.fit = {o: Log(('seconds',), keep) for o in FIT}
-        self.steps = {p: Log(step_columns(p), keep) for p in ('train', 'valid')}
-        self.device,self.waited,self.held = ({p: Log(step_columns(p), keep) for p in ('train', 'valid')} for _ in range(3))
+        def logs(): return {p: Log(step_columns(p), keep) for p in ('train', 'valid')}
+        self.steps,self.device,self.waited,self.held = logs(),logs(),logs(),logs()
         self.outside = {p: {} for p in LEAVES}
         self.peaks,self.facts = [],{}
 
@@ -196,7 +196,8 @@ def device_stats(profile, # A `Profile`
 def _split(profile, phase, action, mean):
     "(waiting at most, computing or None)"
     n,most = _measured(profile.waited[phase], action)
-    if action == 'to_device' or not n: return 0.,mean  # of a copy that blocks the host waits for the device, not the device for it
+    # in a copy that blocks, the host waits for the device, not the device for the host
+    if action == 'to_device' or not n: return 0.,mean
     most *= n/_measured(profile.device[phase], action)[0]
     held,least = _measured(profile.held.get(phase), action)
     if not held: return most,mean - most if most <= .05*mean else None
@@ -205,7 +206,8 @@ def _split(profile, phase, action, mean):
 
 def _split_step(profile, phase, mean):
     n = _measured(profile.device[phase], 'step')[0]
-    parts = [(k/n, *_split(profile, phase, o, x)) for o in LEAVES[phase] for k,x in [_measured(profile.device[phase], o)] if k]
+    means = {o: _measured(profile.device[phase], o) for o in LEAVES[phase]}
+    parts = [(k/n, *_split(profile, phase, o, x)) for o,(k,x) in means.items() if k]
     waiting = sum(k*w for k,w,_ in parts)
     unknown = sum(k*w for k,w,busy in parts if busy is None)
     return waiting,mean - waiting if unknown <= .05*mean else None
@@ -265,7 +267,8 @@ def _energy(e):
 def _kernels(k):
     first = k['top'][0] if k['top'] else None
     dear = f"; dearest: {first['name'][:60]}, {first['share']:.0%}" if first else ''
-    return f"{k['steps']} steps recorded: {k['device']} busy {k['busy']:.0%}, {k['launches']:,.0f} {'operators' if k['device'] == 'cpu' else 'launches'} a step{dear}"
+    what = 'operators' if k['device'] == 'cpu' else 'launches'
+    return f"{k['steps']} steps recorded: {k['device']} busy {k['busy']:.0%}, {k['launches']:,.0f} {what} a step{dear}"
 
 def notes(profile:Profile # What was measured
     )->list: # A line each

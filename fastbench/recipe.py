@@ -51,7 +51,8 @@ def _pairs():
 
 def _modes():
     names = 'default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs'
-    return lambda v: _check(isinstance(v, bool) or isinstance(v, str) and v in names, v), f"True or False, or a mode: {', '.join(names)}"
+    def f(v): return _check(isinstance(v, bool) or isinstance(v, str) and v in names, v)
+    return f, f"True or False, or a mode: {', '.join(names)}"
 
 def _maybe(rule): return lambda v: None if v is None else rule[0](v), f'{rule[1]}, or None'
 
@@ -83,10 +84,12 @@ class Recipe:
     knots: tuple = _f(_pairs(), 'a piecewise linear schedule', default=((0, 1), (1, 0)))
     label_smoothing: float = _f(_real(0, 1), 'label smoothing', default=0.)
     precision: str = _f(_one_of('fp32', 'fp16', 'bf16', 'mixed', 'fp16-cuda', 'half-fp16', 'half-bf16', 'half'),
-                        'precision asked for; mixed and half: bf16 where the device multiplies it, fp16 on older GPUs; fp16-cuda: fp16 on every GPU, bf16 elsewhere', default='fp32')
+                        'precision asked for; mixed and half: bf16 where the device multiplies it, fp16 on older GPUs; '
+                        'fp16-cuda: fp16 on every GPU, bf16 elsewhere', default='fp32')
     channels_last: bool = _f(_yes_no(), 'channels-last memory format', default=False)
     compile: bool|str = _f(_modes(), 'torch.compile, and in which of its modes', default=False)
-    tf32: bool|None = _f(_maybe(_yes_no()), "TF32 in matrix products and convolutions of fp32 (CUDA); None: as PyTorch is set", default=None)
+    tf32: bool|None = _f(_maybe(_yes_no()), default=None,
+                         about="TF32 in matrix products and convolutions of fp32 (CUDA); None: as PyTorch is set")
     keep_memory: bool = _f(_yes_no(), 'freed memory stays with the process between batches (CPU)', default=False)
     onednn: bool = _f(_yes_no(), 'linear layers in fp32 are multiplied by oneDNN instead of MKL (CPU)', default=False)
     norm: int|None = _f(_maybe(_whole(2)), 'samples in a ghost batch of batch norm (small); None: the whole batch', default=None)
@@ -238,9 +241,10 @@ register(Recipe('docstrings-lstm', 'word-level language model on docstrings: LST
 register_suite('quick', 'digits-xresnet18', 'photos-xresnet18', 'docstrings-distilbert')
 register_suite('colab', 'imagenette-xse_resnet50', 'imagenette-xresnet18', 'imagenette-xse_resnext50', 'imagenette-timm_resnet50', 'imdb-roberta')
 register_suite('colab-small', 'imagenette-xse_resnet50-small', 'imagenette-xresnet18-small', 'imdb-roberta-small')
-register_suite('wikitext', *(f'wikitext2-{o}' for o in ('lstm', 'gru', 'rnn')), variants=[dict(precision='fp32'), dict(precision='fp16-cuda')])
+_both = dict(precision='fp32'),dict(precision='fp16-cuda')
+register_suite('wikitext', *(f'wikitext2-{o}' for o in ('lstm', 'gru', 'rnn')), variants=[*_both])
 register_suite('fp16', *(f'cifar100-resnet{n}' for n in (18, 34, 50, 101, 152)),
-    variants=[dict(precision='fp32'), dict(precision='fp16-cuda'), dict(precision='fp32', bs='largest'), dict(precision='fp16-cuda', bs='largest')])
+    variants=[*_both, *(o | dict(bs='largest') for o in _both)])
 
 # %% ../nbs/00_recipe.ipynb #79065245
 @dataclass(frozen=True)
@@ -308,7 +312,8 @@ _small = dict(learner='small', arch='resnet18-kinked', size=32, epochs=35, wd=5e
 register_ladder(Recipe('dawn', 'CIFAR-10 to 94%, one line after another; published on one V100', data='cifar10', bs=128, lr=.1, target=.94, **_small), *_dawn)
 
 # %% ../nbs/00_recipe.ipynb #44659afb
-_on_photos = {'larger-batch': dict(bs=128, lr=.2), 'cutout': dict(bs=128, lr=.2), 'ten-epochs': dict(ema=.9), 'airbench': dict(bs=128, compile=True)}
+_on_photos = {'larger-batch': dict(bs=128, lr=.2), 'cutout': dict(bs=128, lr=.2), 'ten-epochs': dict(ema=.9),
+              'airbench': dict(bs=128, compile=True)}
 register_ladder(Recipe('dawn-photos', 'shapes on photographs to 95%, by the rungs of dawn', data='photos', bs=32, lr=.05, target=.95, min_scale=1., **_small),
                 *(Rung(o.name, o.about, o.changes | _on_photos.get(o.name, {})) for o in _dawn))
 

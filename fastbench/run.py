@@ -61,7 +61,8 @@ class Watch(Callback):
         now = time.monotonic()
         if now > self._next or self.iter+1 == self.n_iter:
             self._next = now + .2
-            if self.training and self.learn.loss.device.type != 'cpu': self.diverged |= not self._finite(self.learn.loss)
+            if self.training and self.learn.loss.device.type != 'cpu':
+                self.diverged |= not self._finite(self.learn.loss)
             self._tell(dict(epoch=self.epoch, epochs=self.n_epoch, step=self.iter+1, steps=self.n_iter, phase='train' if self.training else 'valid'))
         if self.training and self.learn.loss.device.type == 'cpu': self.diverged |= not math.isfinite(self.learn.loss.detach().mean())
         self.stopped = bool(self._stop())
@@ -113,7 +114,8 @@ def _failed(run, e, device):
     "Write down the error; the first line of it, but of a loader process's the last"
     lines = str(e).strip().splitlines()
     run.status = 'failed'
-    run.error = f'{type(e).__name__}: {lines[-1]}' if 'Original Traceback' in str(e) else explain(e, device, run.recipe.get('bs'))
+    of_loader = 'Original Traceback' in str(e)
+    run.error = f'{type(e).__name__}: {lines[-1]}' if of_loader else explain(e, device, run.recipe.get('bs'))
     run.extra['traceback'] = ''.join(traceback.format_exception(type(e), e, e.__traceback__))
 
 # %% ../nbs/40_run.ipynb #4cfc0a43

@@ -19,14 +19,17 @@ from .store import load
 from .table import seconds
 
 # %% ../nbs/48_selftest.ipynb #se000005
+def _name(run): return run.device.get('name', run.device.get('kind'))
+
 class Selftest(Sheet):
     "What each check found"
-    columns = (('check', 'check', str), ('verdict', 'verdict', str), ('seconds', 'took', seconds), ('detail', 'what was seen', str))
+    columns = (('check', 'check', str), ('verdict', 'verdict', str), ('seconds', 'took', seconds),
+               ('detail', 'what was seen', str))
     left = 4
     def __init__(self, run:Run # Of kind selftest
         ):
         self.run,self.rows,self.runs = run,run.extra['checks'],[run]
-        self.title = f"fastbench selftest{' --full' if run.recipe['full'] else ''} on {run.device.get('name', run.device.get('kind'))}"
+        self.title = f"fastbench selftest{' --full' if run.recipe['full'] else ''} on {_name(run)}"
         self.notes = [self.line]
 
     @property
@@ -38,10 +41,17 @@ class Selftest(Sheet):
     def line(self):
         "All of it in one line, for an issue"
         n = {k: sum(o['verdict'] == k for o in self.rows) for k in ('passed', 'failed', 'skipped', 'not run')}
-        d,e = self.run.device,self.run.environment
-        where = [d.get('name', d.get('kind', '')), d.get('driver') and f"driver {d['driver']}", d.get('capability') and f"sm_{d['capability'].replace('.', '')}", f"torch {e.get('versions', {}).get('torch', '?')}", f'fastbench {__version__}']
         said = ', '.join(f'{v} {k}' for k,v in n.items() if v or k in ('passed', 'failed'))
-        return f"selftest{' full' if self.run.recipe['full'] else ''}: {said}" + (f" ({', '.join(self.failed)})" if self.failed else '') + ' · ' + ' · '.join(filter(None, where))
+        if self.failed: said += f" ({', '.join(self.failed)})"
+        full = ' full' if self.run.recipe['full'] else ''
+        return ' · '.join([f'selftest{full}: {said}', *filter(None, self._where())])
+
+    def _where(self):
+        "The device, its driver and the versions; empty what is not known"
+        d,versions = self.run.device,self.run.environment.get('versions', {})
+        return [_name(self.run), d.get('driver') and f"driver {d['driver']}",
+                d.get('capability') and f"sm_{d['capability'].replace('.', '')}",
+                f"torch {versions.get('torch', '?')}", f'fastbench {__version__}']
 
     @property
     def html(self): # The whole document
@@ -49,8 +59,11 @@ class Selftest(Sheet):
         rows = [[o['check'], o['verdict'], seconds(o['seconds']), o['detail']] for o in self.rows]
         classes = ['bad' if o['verdict'] in ('failed', 'not run') else '' for o in self.rows]
         head = tag('header', tag('h1', self.title), tag('p', f'{self.run.started[:10]} · {self.run.id}', cls='sub'))
-        main = tag('main', tag('section', tag('p', self.line)), tag('section', table(['check', 'verdict', 'took', 'what was seen'], rows, left=(0, 1, 3), about='Checks', classes=classes, wrap=(3,))))
-        return page(f'{self.title} · fastbench', head, main, tag('footer', tag('p', f'Written by fastbench {__version__}.')))
+        heads = [o[1] for o in self.columns]
+        checks = table(heads, rows, left=(0, 1, 3), about='Checks', classes=classes, wrap=(3,))
+        main = tag('main', tag('section', tag('p', self.line)), tag('section', checks))
+        foot = tag('footer', tag('p', f'Written by fastbench {__version__}.'))
+        return page(f'{self.title} · fastbench', head, main, foot)
 
 # %% ../nbs/48_selftest.ipynb #se000006
 def _one(name, f, here, explain):
@@ -63,6 +76,9 @@ def _one(name, f, here, explain):
         verdict = 'skipped' if skipped else 'failed'
         detail = str(e) if skipped or isinstance(e, AssertionError) else explain(e, here.device)
     return dict(check=name, verdict=verdict, seconds=time.perf_counter() - start, detail=' '.join(str(detail).split()))
+
+def _without(name, verdict, why): # why it was not tried
+    return dict(check=name, verdict=verdict, seconds=None, detail=why)
 
 def selftest(device=None, # As torch writes it: 'cuda', 'cuda:1', 'mps', 'xpu', 'cpu'; None: fastai's default
              full:bool=False, # Also what takes minutes
@@ -78,8 +94,8 @@ def selftest(device=None, # As torch writes it: 'cuda', 'cuda:1', 'mps', 'xpu', 
     here,rows,lost = Here(find_device(device), full),[],False
     for name,(f,about,slow) in CHECKS.items():
         if only and name not in only: continue
-        if slow and not full and name not in only: row = dict(check=name, verdict='skipped', seconds=None, detail='takes minutes: --full')
-        elif lost: row = dict(check=name, verdict='not run', seconds=None, detail='the device failed in a check before this one')
+        if slow and not full and name not in only: row = _without(name, 'skipped', 'takes minutes: --full')
+        elif lost: row = _without(name, 'not run', 'the device failed in a check before this one')
         else:
             row = _one(name, f, here, explain)
             lost = row['verdict'] == 'failed' and is_lost(row['detail'])
@@ -91,24 +107,27 @@ def _run_of(here, rows):
     failed = [o['check'] for o in rows if o['verdict'] in ('failed', 'not run')]
     try: about = device_info(here.device)
     except UserError: about = dict(kind=here.device.type)
-    return Run(recipe=dict(name='selftest', about='checks of a device', full=here.full), status='failed' if failed else 'ok', error=', '.join(failed) or None, device=about,
+    recipe = dict(name='selftest', about='checks of a device', full=here.full)
+    return Run(recipe=recipe, status='failed' if failed else 'ok', error=', '.join(failed) or None, device=about,
                environment=environment(), extra=dict(kind='selftest', checks=rows))
 
 # %% ../nbs/48_selftest.ipynb #4900b11b
 class Hardware(Sheet):
     "Devices on which a selftest was kept"
-    columns = tuple((o, o, str) for o in ('device', 'checks', 'passed', 'failed', 'skipped', 'torch', 'date'))  # rows also have fastbench and run
+    # rows also have fastbench and run
+    columns = tuple((o, o, str) for o in ('device', 'checks', 'passed', 'failed', 'skipped', 'torch', 'date'))
     left,title = 2,'Selftests'
     def __init__(self, runs # Of kind selftest
         ):
         best = {}
-        for r in sorted(runs, key=lambda r: (r.recipe['full'], r.started)): best[r.device.get('name', r.device.get('kind'))] = r
+        for r in sorted(runs, key=lambda r: (r.recipe['full'], r.started)): best[_name(r)] = r
         self.runs,self.rows = list(best.values()),[_hardware_row(k, r) for k,r in best.items()]
 
 def _hardware_row(name, r):
     n = {k: sum(o['verdict'] == k for o in r.extra['checks']) for k in ('passed', 'failed', 'skipped')}
     v = r.environment.get('versions', {})
-    return dict(device=name, checks='full' if r.recipe['full'] else 'quick', **n, torch=v.get('torch'), fastbench=v.get('fastbench'), date=r.started[:10], run=r.id)
+    return dict(device=name, checks='full' if r.recipe['full'] else 'quick', **n, torch=v.get('torch'),
+                fastbench=v.get('fastbench'), date=r.started[:10], run=r.id)
 
 def hardware(folder # Where Runs are kept
     )->Hardware: # `rows`, and every format of a table

@@ -28,11 +28,14 @@ def rate(x:float|None # Per second
     return '' if x is None else f'{x:,.0f}' if x >= 100 else f'{x:.3g}'
 
 # %% ../nbs/04_table.ipynb #7d3bc673
-_heads = dict(phase='phase', action='action', calls='calls', mean='mean', std='std', total='total', share='share', samples_per_second='samples/s',
-              tokens_per_second='tokens/s', device_mean='device mean', device_busy='device busy', device_total='device total')
+_heads = dict(phase='phase', action='action', calls='calls', mean='mean', std='std', total='total', share='share',
+              samples_per_second='samples/s', tokens_per_second='tokens/s', device_mean='device mean',
+              device_busy='device busy', device_total='device total')
 _forms = dict(phase=str, action=str, calls=lambda x: f'{x:,}', share=lambda x: '' if x is None else f'{x:.1%}',
               samples_per_second=rate, tokens_per_second=rate)
 _optional = ('tokens_per_second', 'device_mean', 'device_busy', 'device_total')
+_clocks = ("`mean` and `total` are the host's clock: where the loop waits. "
+           "`device` is the device's own; `device busy` is computing, the rest of it waited for the host.")
 
 def columns(table:list # Rows, as `phases.rows` makes them
     )->list: # Names, in order
@@ -57,8 +60,7 @@ class Table:
     @property
     def lines(self): # Verdict, notes, and which clock answers which question
         "What stands below the table"
-        clocks = ['`mean` and `total` are the host\'s clock: where the loop waits. `device` is the device\'s own; `device busy` is computing, the rest of it waited for the host.'
-                 ] if 'device_mean' in columns(self.rows) else []
+        clocks = [_clocks] if 'device_mean' in columns(self.rows) else []
         return ([self.verdict['text']] if self.verdict else []) + clocks + self.notes
 
     def __str__(self):

@@ -23,18 +23,22 @@ from .loop import FastLoop
 from .recipe import UserError
 
 # %% ../nbs/15_training.ipynb #6f02ba00
-_counts = dict(cpu=lambda: 1, cuda=lambda: torch.cuda.device_count(), mps=lambda: int(torch.backends.mps.is_available()), xpu=lambda: torch.xpu.device_count())
+_counts = dict(cpu=lambda: 1, cuda=lambda: torch.cuda.device_count(),
+               mps=lambda: int(torch.backends.mps.is_available()), xpu=lambda: torch.xpu.device_count())
 
 def _why_no_cuda():
     "The likely cause, as far as it can be told"
     hidden = os.environ.get('CUDA_VISIBLE_DEVICES')
-    if hidden is not None: return f'CUDA_VISIBLE_DEVICES={hidden!r} shows none: unset it, or name one that `nvidia-smi -L` lists'
-    if not (torch.version.cuda or torch.version.hip): return 'this torch was built for CPUs only: install one built for CUDA'
+    if hidden is not None:
+        return f'CUDA_VISIBLE_DEVICES={hidden!r} shows none: unset it, or name one that `nvidia-smi -L` lists'
+    if not (torch.version.cuda or torch.version.hip):
+        return 'this torch was built for CPUs only: install one built for CUDA'
     with warnings.catch_warnings(record=True) as got:
         warnings.simplefilter('always')
         torch.cuda.is_available()
     said = ' '.join(str(got[0].message).split())[:300] if got else ''
-    if 'driver' in said and 'too old' in said: return f'the NVIDIA driver is too old for CUDA {torch.version.cuda}: update it, or install an older torch'
+    if 'driver' in said and 'too old' in said:
+        return f'the NVIDIA driver is too old for CUDA {torch.version.cuda}: update it, or install an older torch'
     return said or 'is there a driver? `nvidia-smi` shows it'
 
 def find_device(device=None # As torch writes it: 'cpu', 'cuda', 'cuda:1', 'mps', 'xpu'; None: fastai's default
@@ -43,11 +47,15 @@ def find_device(device=None # As torch writes it: 'cpu', 'cuda', 'cuda:1', 'mps'
     if device is None: return indexed(torch.device(default_device()))
     try: d = torch.device(device)
     except (RuntimeError, TypeError): d = torch.device('meta')
-    if d.type not in _counts: raise UserError(f'device {str(device)!r} cannot be: it is one of cpu, cuda, cuda:1, mps, xpu')
+    name = repr(str(device))
+    if d.type not in _counts: raise UserError(f'device {name} cannot be: it is one of cpu, cuda, cuda:1, mps, xpu')
     have = _counts[d.type]()
     why = _why_no_cuda() if d.type == 'cuda' and not have else 'is there a driver?'
-    if not have: raise UserError(f"device {str(device)!r} is not there: torch {torch.__version__} finds no {d.type.upper()} here; {why}. device='cpu' works everywhere")
-    if (d.index or 0) >= have: raise UserError(f'device {str(device)!r} is not there: torch finds {have} of this kind, numbered from 0')
+    if not have:
+        raise UserError(f"device {name} is not there: torch {torch.__version__} finds no {d.type.upper()} here; "
+                        f"{why}. device='cpu' works everywhere")
+    if (d.index or 0) >= have:
+        raise UserError(f'device {name} is not there: torch finds {have} of this kind, numbered from 0')
     return indexed(d)
 
 # %% ../nbs/15_training.ipynb #2e1504f3

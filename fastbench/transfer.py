@@ -50,8 +50,9 @@ def _draw(it, start):
         return b, start(b), None
     except Exception as e: return None, None, e
 
-def one_ahead(batches, # An iterable
-              start, # Called with a batch when it is drawn; gives a function that gives the batch, or None: it is ready as it is
+def one_ahead(
+    batches, # An iterable
+    start, # Called with a batch when it is drawn; gives a function that gives the batch, or None: it is ready as it is
     ): # The batches, in their order
     "Batches, each but the first two drawn before the one that comes before it is used"
     it,coming,first = iter(batches),None,True
@@ -105,6 +106,7 @@ class CopiesAhead:
         self.before_iter()
         self._DataLoader__idxs = self.get_idxs()  # in this process, not in workers
         batches = _loaders[self.fake_l.num_workers == 0](self.fake_l)
-        for b in batches_on(batches, self.device): yield self.after_batch(tuple(b) if self.pin_memory and type(b) is list else b)
+        for b in batches_on(batches, self.device):
+            yield self.after_batch(tuple(b) if self.pin_memory and type(b) is list else b)
         self.after_iter()
         if hasattr(self, 'it'): del self.it

@@ -94,7 +94,8 @@ def to_float(o # Predictions, as `map_tensors` takes them
 class _Grads:
     "What `GradScaler` takes for an optimizer: parameters, and a step that only notes how it may be taken"
     def __init__(self, opt, on_device):
-        self.param_groups,self._step_supports_amp_scaling,self.stepped,self.found = opt.param_groups,on_device,False,None
+        self.param_groups,self._step_supports_amp_scaling = opt.param_groups,on_device
+        self.stepped,self.found = False,None
     def step(self, *args, **kwargs): self.stepped,self.found = True,getattr(self, 'found_inf', None)
 
 class Scaler(GradScaler):

@@ -14,7 +14,8 @@ from ..recipe import UserError
 # %% ../../nbs/12_callback.backends.ipynb #be000005
 def _set(benchmark, tf32):
     "Set what is not None; gives what was set before"
-    cudnn,was = torch.backends.cudnn,dict(benchmark=torch.backends.cudnn.benchmark, tf32=(torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+    cudnn = torch.backends.cudnn
+    was = dict(benchmark=cudnn.benchmark, tf32=(torch.get_float32_matmul_precision(), cudnn.allow_tf32))
     if benchmark is not None: cudnn.benchmark = benchmark
     if tf32 is not None:
         matmul,conv = tf32
@@ -32,11 +33,14 @@ class Backends(DuringFit):
     def switch_on(self):
         tf32 = None if self.tf32 is None else ('high' if self.tf32 else 'highest', self.tf32)
         was = _set(self.benchmark, tf32)
-        self.at_end(lambda: _set(None if self.benchmark is None else was['benchmark'], None if tf32 is None else was['tf32']))
+        benchmark = None if self.benchmark is None else was['benchmark']
+        self.at_end(lambda: _set(benchmark, None if tf32 is None else was['tf32']))
 
 def check_tf32(device:torch.device # Where to train
     )->None: # Raises `UserError`
     "Refuse TF32 where it would have no effect"
-    if device.type != 'cuda': raise UserError(f'tf32=True has no effect on {device.type}: TF32 is of NVIDIA GPUs; leave it None')
+    if device.type != 'cuda':
+        raise UserError(f'tf32=True has no effect on {device.type}: TF32 is of NVIDIA GPUs; leave it None')
     if (can := torch.cuda.get_device_capability(device)) < (8, 0):
-        raise UserError(f'tf32=True has no effect on this GPU: it has compute capability {can[0]}.{can[1]}, TF32 begins at 8.0; leave it None')
+        raise UserError(f'tf32=True has no effect on this GPU: it has compute capability {can[0]}.{can[1]}, '
+                        'TF32 begins at 8.0; leave it None')

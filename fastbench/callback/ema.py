@@ -47,7 +47,8 @@ class EMACallback(Callback):
     ):
         if not 0 <= decay < 1: raise UserError(f'decay={decay!r} cannot be: a share from 0 to below 1, near 1 for a long average')
         if every < 1: raise UserError(f'every={every!r} cannot be: a number of steps, 1 or more')
-        self.decay,self.every,self.keep,self.average,self._updates,self._on,self._swapped = decay,every,keep,None,0,False,False
+        self.decay,self.every,self.keep = decay,every,keep
+        self.average,self._updates,self._on,self._swapped = None,0,False,False
 
     def before_train(self):
         if self._on: return

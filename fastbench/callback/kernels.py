@@ -39,21 +39,28 @@ def dearest(spans, # (name, begin, end) of each kernel, seconds
     names = groupby(sorted(spans), key=lambda o: o[0])
     each = [(name, [b - a for _,a,b in found]) for name,found in names]
     total = sum(sum(o) for _,o in each)
-    top = [dict(name=name, calls=len(o)/steps, seconds=sum(o)/steps, share=sum(o)/total) for name,o in sorted(each, key=lambda o: -sum(o[1]))[:n]]
-    return dict(steps=steps, seconds=took/steps, busy=min(1., union((a, b) for _,a,b in spans)/took), launches=launches/steps, top=top)
+    dear = sorted(each, key=lambda o: -sum(o[1]))[:n]
+    top = [dict(name=name, calls=len(o)/steps, seconds=sum(o)/steps, share=sum(o)/total) for name,o in dear]
+    busy = min(1., union((a, b) for _,a,b in spans)/took)
+    return dict(steps=steps, seconds=took/steps, busy=busy, launches=launches/steps, top=top)
 
 # %% ../../nbs/09_callback.kernels.ipynb #ke000010
 class KernelTable(Sheet):
     "The dearest kernels of a few steps"
-    columns = (('name', 'kernel', lambda o: o if len(o) <= 60 else o[:57] + '...'), ('calls', 'calls a step', '{:.3g}'.format), ('seconds', 'time a step', seconds), ('share', 'share', '{:.1%}'.format))
+    columns = (('name', 'kernel', lambda o: o if len(o) <= 60 else o[:57] + '...'),
+               ('calls', 'calls a step', '{:.3g}'.format), ('seconds', 'time a step', seconds),
+               ('share', 'share', '{:.1%}'.format))
     def __init__(self, found:dict # As `dearest` makes it, with `device`
         ):
         what = 'operators' if found['device'] == 'cpu' else 'kernels'
         self.found,self.title,self.rows = found,f"{what} of {found['steps']} training steps",found['top']
-        self.notes = [f"{found['device']} busy {found['busy']:.0%} of {seconds(found['seconds'])} a step; {found['launches']:,.0f} {'operators' if what == 'operators' else 'launches'} a step"]
+        counted = 'operators' if what == 'operators' else 'launches'
+        self.notes = [f"{found['device']} busy {found['busy']:.0%} of {seconds(found['seconds'])} a step; "
+                      f"{found['launches']:,.0f} {counted} a step"]
 
 # %% ../../nbs/09_callback.kernels.ipynb #ke000012
-_launching = ('cudaLaunch', 'cuLaunch', 'cudaGraphLaunch', 'cudaMemcpyAsync', 'cudaMemsetAsync', 'hipLaunch', 'hipExtLaunch', 'urEnqueue')
+_launching = ('cudaLaunch', 'cuLaunch', 'cudaGraphLaunch', 'cudaMemcpyAsync', 'cudaMemsetAsync',
+              'hipLaunch', 'hipExtLaunch', 'urEnqueue')
 
 def _time(o): return o.time_range.start/1e6, o.time_range.end/1e6
 
@@ -66,7 +73,8 @@ def summary(events, # Of `torch.profiler.profile().events()`
     events = [o for o in events if not o.is_user_annotation]
     if device != 'cpu':
         launches = sum(o.name.startswith(_launching) for o in events)
-        return dict(device=device, **dearest([(o.name, *_time(o)) for o in events if o.device_type != DeviceType.CPU], steps, took, launches))
+        ran = [(o.name, *_time(o)) for o in events if o.device_type != DeviceType.CPU]
+        return dict(device=device, **dearest(ran, steps, took, launches))
     called = [o for o in events if o.cpu_parent is None]
     own = dearest([(o.name, 0., o.self_cpu_time_total/1e6) for o in events], steps, took, len(called))
     return dict(device=device, **own | dict(busy=min(1., union(map(_time, called))/took)))
@@ -88,13 +96,16 @@ class Kernels:
         elif self.prof is not None and (m == DRAW and self.seen > self.wait + self.steps): self._stop(watch)
 
     def _sync(self):
-        if self.device.type != 'cpu': getattr(torch, self.device.type).synchronize(*[self.device]*(self.device.type != 'mps'))
+        kind = self.device.type
+        if kind != 'cpu': getattr(torch, kind).synchronize(*[self.device]*(kind != 'mps'))
 
     def _start(self, watch):
-        kinds = [ProfilerActivity.CPU] + [getattr(ProfilerActivity, self.device.type.upper())]*(self.device.type in ('cuda', 'xpu'))
+        kind,kinds = self.device.type,[ProfilerActivity.CPU]
+        if kind in ('cuda', 'xpu'): kinds.append(getattr(ProfilerActivity, kind.upper()))
         if torch.autograd._profiler_enabled():  # to start another would end it
             self.found = {}
-            return warnings.warn('no kernels were recorded: torch.profiler is at work already, and records one thing at a time; the phase table is not affected')
+            return warnings.warn('no kernels were recorded: torch.profiler is at work already, '
+                                 'and records one thing at a time; the phase table is not affected')
         self.prof = profile(activities=kinds)
         self._sync()
         self.prof.start()

@@ -22,7 +22,8 @@ def skips_on_device(opt # fastai's optimizer of a Learner
     o = inner(opt)
     if not getattr(o, '_step_supports_amp_scaling', False): return False
     if 'grad_scaler' in signature(o.step).parameters: return False  # an older contract
-    if any(g.get('dampening') for g in o.param_groups): return False  # torch's first step, which may be skipped, has none
+    # torch's first step, which may be skipped, has no dampening
+    if any(g.get('dampening') for g in o.param_groups): return False
     return len({p.device for g in o.param_groups for p in g['params']}) == 1
 
 def first_momentum(opt): # torch's optimizer, before a step

@@ -61,7 +61,9 @@ class Profiler(Callback):
         hold:bool=True, # Hold a GPU back in a few steps, to tell computing from waiting for the host
         kernels:bool=False, # Record the kernels (on a CPU: operators) of three steps: `profiler.kernels`
     ):
-        if trace and kernels: raise UserError('trace and kernels cannot both be had in one fit, torch.profiler records one thing at a time: profile twice')
+        if trace and kernels:
+            raise UserError('trace and kernels cannot both be had in one fit, '
+                            'torch.profiler records one thing at a time: profile twice')
         self._options = dict(trace=trace, trace_steps=trace_steps, flops=flops, keep=keep, hold=hold, kernels=kernels)
         self.reset()
 
@@ -146,7 +148,8 @@ class _Compiling:
         self.handler = None
 
 def _device_clock(device, hold=True):
-    return DeviceClock(DeviceQueue(device), hold) if hasattr(getattr(torch, device.type, None), 'Event') and device.type != 'cpu' else None
+    has_events = device.type != 'cpu' and hasattr(getattr(torch, device.type, None), 'Event')
+    return DeviceClock(DeviceQueue(device), hold) if has_events else None
 
 @patch
 def _begin(self:Profiler):
@@ -262,7 +265,8 @@ def table(self:Profiler): # A `Table`
     return Table(rows(self.profile), notes=notes(self.profile))
 
 @patch(as_prop=True)
-def kernels(self:Profiler): # A `KernelTable`; None where none were recorded: `profile(kernels=True)`, and a fit of six steps or more
+def kernels(self:Profiler
+    ): # A `KernelTable`; None where none were recorded: `profile(kernels=True)`, and a fit of six steps or more
     "The dearest kernels of a few steps"
     found = self.profile.facts.get('kernels')
     return found and KernelTable(found)

@@ -26,7 +26,8 @@ N_MARKS = COPY+1
 # %% ../../nbs/08_callback.stamps.ipynb #700bc51a
 AFTER = {LAST['before_batch']: 'forward', LAST['after_pred']: 'loss', LAST['before_backward']: 'backward', LAST['before_step']: 'opt_step',
          LAST['after_step']: 'zero_grad', LAST['before_train']: 'start', LAST['before_validate']: 'start', ITER: 'start', DRAW: 'draw',
-         STARTED: 'draw', DRAWN: 'to_device', END: 'stop', CLOSE: 'stop', UNSCALE: 'opt_step', UNSCALED: 'callbacks', COMPILE: 'compile', COPY: 'to_device',
+         STARTED: 'draw', DRAWN: 'to_device', END: 'stop', CLOSE: 'stop', UNSCALE: 'opt_step', UNSCALED: 'callbacks',
+         COMPILE: 'compile', COPY: 'to_device',
          **{m: 'callbacks' for m in FIRST.values()}}
 
 def _action(mark, phase):

@@ -37,7 +37,8 @@ def batch_size(b # A batch: tensors in tuples, lists and dicts
     return (shape[0] if shape else 1 if b is not None else 0), 0, 0
 
 # %% ../../nbs/09_callback.timed.ipynb #0b9ca1eb
-on_copy = ContextVar('fastbench_on_copy', default=None)  # (begin, end): called around each copy of a batch to the device
+# (begin, end): called around each copy of a batch to the device
+on_copy = ContextVar('fastbench_on_copy', default=None)
 
 @contextmanager
 def copying():

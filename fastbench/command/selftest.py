@@ -18,10 +18,14 @@ from ..terminal import Json, Out, app
 # %% ../../nbs/53_command.selftest.ipynb #sc000004
 @app.command()
 def selftest(
-    full:Annotated[bool, typer.Option('--full/--quick', help='Also what takes minutes: compiling, time to accuracy, texts, the tests that want a GPU.')]=False,
-    device:Annotated[Optional[str], typer.Option(help='cpu, cuda, cuda:1, mps, xpu.', show_default="fastai's default")]=None,
-    only:Annotated[Optional[list[str]], typer.Option('--only', metavar='CHECK', help='This check alone; may be repeated.')]=None,
-    page:Annotated[Optional[Path], typer.Option('--output', '-o', metavar='FILE', help='Write the report as a page here.', show_default='selftest.html in the folder of Runs')]=None,
+    full:Annotated[bool, typer.Option('--full/--quick',
+        help='Also what takes minutes: compiling, time to accuracy, texts, the tests that want a GPU.')]=False,
+    device:Annotated[Optional[str], typer.Option(
+        help='cpu, cuda, cuda:1, mps, xpu.', show_default="fastai's default")]=None,
+    only:Annotated[Optional[list[str]], typer.Option('--only', metavar='CHECK',
+        help='This check alone; may be repeated.')]=None,
+    page:Annotated[Optional[Path], typer.Option('--output', '-o', metavar='FILE',
+        help='Write the report as a page here.', show_default='selftest.html in the folder of Runs')]=None,
     out:Out=Path(FOLDER), as_json:Json=False,
 ):
     "Check that fastbench is right on this device: a verdict for each check, a report, a line to paste."

@@ -21,12 +21,21 @@ from .packed import Bounds, _asked, _fill, _names, packed_call
 # %% ../../nbs/24_text.check.ipynb #e916a10f
 def _probe(model, n): # n: tokens of each text
     "The same texts: packed, padded, and their bounds"
-    vocab,pad,device = model.config.get_text_config().vocab_size,model.config.pad_token_id,next(model.parameters()).device
+    vocab,pad = model.config.get_text_config().vocab_size,model.config.pad_token_id
+    device = next(model.parameters()).device
     some = [i for i in range(vocab-1, 0, -1) if i != pad]
     ids = torch.tensor([(some*sum(n))[:sum(n)]], device=device)
     bounds = Bounds(torch.tensor([0, *n], device=device).cumsum(0).int(), max(n), n)
-    packed = dict(input_ids=ids, position_ids=torch.cat([torch.arange(o, device=device) for o in n])[None], cu_seq_lens=bounds.cu, lengths=n, max_length=max(n))
-    return packed,dict(input_ids=bounds.pad(ids, _fill(model, 'input_ids')), attention_mask=bounds.pad(torch.ones_like(ids))),bounds
+    places = torch.cat([torch.arange(o, device=device) for o in n])[None]
+    packed = dict(input_ids=ids, position_ids=places, cu_seq_lens=bounds.cu, lengths=n, max_length=max(n))
+    real = bounds.pad(torch.ones_like(ids))
+    return packed,dict(input_ids=bounds.pad(ids, _fill(model, 'input_ids')), attention_mask=real),bounds
+
+def _close(got, want, tol):
+    "Equal but for rounding, which grows with the largest value"
+    if want.shape != got.shape: return False
+    got,want = got.float(),want.float()
+    return torch.allclose(want, got, rtol=tol, atol=tol*max(1e-3, want.abs().max().item()))
 
 @torch.no_grad()
 def check_packed(model, # A model of transformers, best after `fast_attention`
@@ -36,17 +45,21 @@ def check_packed(model, # A model of transformers, best after `fast_attention`
     ): # `model`
     "Fail where a model gives something else for a packed batch than for a padded one"
     probes = [_probe(model, n) for n in ([3, 5, 1], [11, 9, 4])]
-    why,training = f"{type(model).__name__} gives other results for packed batches than for padded ones{where}",model.training
+    name,training = type(model).__name__,model.training
+    why = f'{name} gives other results for packed batches than for padded ones{where}'
     tol = tolerances.get(dtype, .01)
     model.eval()
     try:
-        if 'position_ids' not in _names(type(model.base_model)): why = f'{type(model).__name__} takes no position_ids, which packed batches need'; raise ValueError
+        if 'position_ids' not in _names(type(model.base_model)):
+            why = f'{name} takes no position_ids, which packed batches need'
+            raise ValueError
         for packed,padded,bounds in probes:
             out = model(**padded)
             want,got = out[0],packed_call(model, packed, per_token)[0]
             if per_token: want = want.flatten(0, 1)[bounds.place][None]
-            elif 'start_logits' in out: want,got = (o.flatten()[bounds.place] for o in (want, got))  # nobody asks what padding says
-            if want.shape != got.shape or not torch.allclose(want.float(), got.float(), rtol=tol, atol=tol*max(1e-3, want.float().abs().max().item())): raise ValueError
+            elif 'start_logits' in out:  # nobody asks what padding says
+                want,got = (o.flatten()[bounds.place] for o in (want, got))
+            if not _close(got, want, tol): raise ValueError
     except UserError: raise
     except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as e:
         if where and str(e): why += f' ({str(e).splitlines()[0]})'
@@ -65,8 +78,8 @@ class CheckPacked(DuringFit):
     def switch_on(self):
         if getattr(self.dls.train, 'loader', None) != 'packed': return
         if any(isinstance(o, Compile) for o in self.learn.cbs):
-            raise UserError("torch.compile does not go with packed batches: their number of texts changes from batch to batch, "
-                            "and each would be compiled anew; take loader='sorted', or leave compile out")
+            raise UserError("torch.compile does not go with packed batches: their number of texts changes from batch "
+                            "to batch, and each would be compiled anew; take loader='sorted', or leave compile out")
         device,amp = train_device(self.learn),next((o for o in self.learn.cbs if isinstance(o, MixedPrecision)), None)
         dtype = torch.float32 if amp is None else amp.dtype
         if self._since or device.type == 'cpu' or (device, dtype, type(amp)) in self._done: return
@@ -83,4 +96,5 @@ class CheckPacked(DuringFit):
             try: ask_kernel(device, dtype, bounds, heads, kv, dim, causal=causal, window=window, scale=scale)
             except (ValueError, RuntimeError) as e:
                 raise UserError(f"attention over packed texts is not right{where}, for {heads} heads of {dim} "
-                                f"({str(e).splitlines()[0]}): take loader='budget' or 'sorted', or another precision") from e
+                                f"({str(e).splitlines()[0]}): "
+                                "take loader='budget' or 'sorted', or another precision") from e

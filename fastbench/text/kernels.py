@@ -51,8 +51,8 @@ def _efficient(q, k, v, bounds, causal, window, scale=None, dropout_p=0.):
     k,v = _repeated(q, k),_repeated(q, v)
     grad = torch.is_grad_enabled() and any(o.requires_grad for o in (q, k, v))
     cu,n = bounds.cu,bounds.longest
-    out = torch.ops.aten._efficient_attention_forward(*map(_laid, (q, k, v)), None, cu, cu, n, n, dropout_p, int(causal),
-        grad, scale=_scale(q, scale), window_size=window)[0]
+    out = torch.ops.aten._efficient_attention_forward(*map(_laid, (q, k, v)), None, cu, cu, n, n, dropout_p,
+        int(causal), grad, scale=_scale(q, scale), window_size=window)[0]
     return out[...,:v.shape[-1]].transpose(1, 2)
 
 # %% ../../nbs/22_text.kernels.ipynb #3c994273

@@ -91,7 +91,8 @@ def _attention(module, query, key, value, attention_mask, dropout=0., scaling=No
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
     causal = bool(getattr(module, 'is_causal', False) if is_causal is None else is_causal)
     window = kwargs.get('sliding_window')
-    if (asked := _asked.get()) is not None: asked.add((query.shape[1], key.shape[1], query.shape[-1], causal, window, scaling))
+    if (asked := _asked.get()) is not None:
+        asked.add((query.shape[1], key.shape[1], query.shape[-1], causal, window, scaling))
     res = packed_attention(query, key, value, attention_mask, causal, window, scaling, dropout)
     return res.transpose(1, 2).contiguous(), None
 
@@ -236,7 +237,8 @@ def _facts(model): # asked once, as each costs a walk over all modules
 def _padded(model, packed, bounds):
     "What a head wants to know of the padded layout"
     ids,fill = packed['input_ids'],_fill(model, 'input_ids')
-    res = {k: bounds.pad(v, _fill(model, k)) for k,v in packed.items() if k == 'token_type_ids' and k in _names(type(model))}
+    res,k = {},'token_type_ids'
+    if k in packed and k in _names(type(model)): res[k] = bounds.pad(packed[k], _fill(model, k))
     res['input_ids'] = bounds.pad(ids if model.config.is_encoder_decoder else set_apart(ids, fill), fill)
     return res | dict(attention_mask=bounds.pad(torch.ones_like(ids)))
 

@@ -164,7 +164,8 @@ class AugmentDL(SeededDL):
     def create_batches(self, samps):
         for idxs in self._on_device(samps) if self.how == 'batch' else chunked(samps, self.bs, self.drop_last):
             if self.how != 'batch': x = torch.stack([self._one(i) for i in idxs])
-            else: x = batch_augmented(self.x, idxs, self.size, self.chances, self.cutout) if self.train else self.x[idxs]
+            elif self.train: x = batch_augmented(self.x, idxs, self.size, self.chances, self.cutout)
+            else: x = self.x[idxs]
             yield self.kind(x), TensorCategory(self.y[idxs])
 
     def _on_device(self, samps):

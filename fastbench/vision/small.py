@@ -109,7 +109,8 @@ class GhostBatchNorm(nn.BatchNorm2d):
     def forward(self, x):
         k,c = len(x)//self.samples,x.shape[1]
         if not self.training or k < 2 or len(x) % self.samples: return super().forward(x)
-        if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous(): return self._channels_last(x, k)
+        last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        if last: return self._channels_last(x, k)
         mean,var = self.running_mean.repeat(k),self.running_var.repeat(k)
         y = F.batch_norm(x.reshape(-1, k*c, *x.shape[2:]), mean, var, self.weight.repeat(k), self.bias.repeat(k), True, self.momentum, self.eps)
         self.running_mean.copy_(mean.view(k, c).mean(0))
