@@ -75,7 +75,8 @@ def _one(name, f, here, explain):
         skipped = type(e).__name__ == 'NotHere'
         verdict = 'skipped' if skipped else 'failed'
         detail = str(e) if skipped or isinstance(e, AssertionError) else explain(e, here.device)
-    return dict(check=name, verdict=verdict, seconds=time.perf_counter() - start, detail=' '.join(str(detail).split()))
+    took = None if verdict == 'skipped' else time.perf_counter() - start
+    return dict(check=name, verdict=verdict, seconds=took, detail=' '.join(str(detail).split()))
 
 def _without(name, verdict, why): # why it was not tried
     return dict(check=name, verdict=verdict, seconds=None, detail=why)

@@ -63,10 +63,10 @@ def test_in_bf16_as_in_double(kind, dims, sizes, kwargs):
     conv, maps = conv.bfloat16(), SmallMaps()
     maps.learn = SimpleNamespace(model=nn.Sequential(conv))
     maps.switch_on()
-    for module in (conv, copy.deepcopy(conv)):
-        for a, b in zip(exact, gradients(module, x)): assert (a - b).norm() <= .02*a.norm() + 1e-6
+    maps._since = False  # as a fit that has begun
+    for a, b in zip(exact, gradients(conv, x)): assert (a - b).norm() <= .02*a.norm() + 1e-6
     for a, b in zip(gradients(conv, x[:1]), gradients(conv, x[0])): assert torch.allclose(a.squeeze(), b.squeeze(), atol=.05, rtol=.02)
-    maps.switch_off()
+    maps._off()
     assert not {'forward', '_conv_forward'} & set(vars(conv))
 
 

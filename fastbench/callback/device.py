@@ -73,7 +73,8 @@ class DeviceQueue:
 LAUNCH = 20e-6  # seconds that a launch takes to arrive, at most
 
 class Intervals(list):
-    "What passed between two events of a step: (column, or None for a pause; seconds on the host; on the device; waited, at most; where it began on the device)"
+    "What passed between the events of a step, each as (column, host, device, waited, began)"
+    # column: None for a pause; host, device: seconds; waited: of them, at most; began: when, on the device
     def __init__(self, edges, # (event, when the host recorded it, what ended there, seconds of a pause) each
                  anchor=None, # (event beside the queue, when the host recorded it)
         ):

@@ -139,7 +139,7 @@ def whiten(conv:nn.Conv2d, # Square filters
     k = conv.kernel_size[0]
     p = F.unfold(x.float(), k).transpose(1, 2).reshape(-1, x.shape[1]*k*k)
     p = p - p.mean(0)
-    values,vectors = torch.linalg.eigh(p.T @ p/len(p))
+    values,vectors = torch.linalg.eigh((p.T @ p/len(p)).cpu())  # small; MPS has none
     filters = (vectors/(values + eps).sqrt()).T.flip(0).reshape(-1, x.shape[1], k, k)
     filters = torch.cat([filters, -filters])[:len(conv.weight)]
     conv.weight[:len(filters)] = filters.to(conv.weight)
