@@ -9,14 +9,12 @@ __all__ = ['CHECKS', 'WAITS', 'NETS', 'FAMILIES', 'NotHere', 'Here', 'check', 'r
 import os, subprocess, sys, warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
 from fastai.data.core import DataLoaders
-from fastai.optimizer import SGD
 from torch import nn
 
 import fastbench
@@ -26,6 +24,7 @@ from .environment import _ask, _cuda
 from .flops import measure_peak
 from .learner import bench_learner
 from .noise import gpu_state
+from .optimizer import fused_sgd
 from .recipe import UserError
 from .run import run_recipe
 from .text.check import _probe
@@ -147,19 +146,28 @@ class _Net(nn.Module):
         self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(n)))
     def forward(self, x): return self.layers(x).mean(1)
 
-NETS = {'launch-bound': dict(n=200, width=16, bs=16, bound='launch-bound'),
-        'compute-bound': dict(n=8, width=4096, bs=2048, bound='compute-bound')}
+class _Augmented(list):
+    "Batches that are worked on by the device, `n` products each, before they are given"
+    def __init__(self, batches, n): super().__init__(batches); self.n = n
+    def __iter__(self):
+        for x,y in super().__iter__():
+            for _ in range(self.n): x = (x @ x.T @ x)/len(x)**2
+            yield x,y
 
-def _dense(here, n, width, bs, steps, **kwargs):
+NETS = {'launch-bound': dict(n=200, width=16, bs=16, bound='launch-bound'),
+        'compute-bound': dict(n=8, width=4096, bs=2048, bound='compute-bound'),
+        'augmented on the device': dict(n=8, width=2048, bs=2048, augment=40, bound='input-bound on the device')}
+
+def _dense(here, n, width, bs, steps, augment=0, opt_func=fused_sgd, **kwargs):
     torch.manual_seed(0)
     b = torch.randn(bs, width, device=here.device),torch.randn(bs, device=here.device)
-    dls = DataLoaders([b]*steps, [], device=here.device)
-    return BenchLearner(dls, _Net(n, width), loss_func=nn.MSELoss(), opt_func=partial(SGD), **kwargs)
+    dls = DataLoaders(_Augmented([b]*steps, augment), [], device=here.device)
+    return BenchLearner(dls, _Net(n, width), loss_func=nn.MSELoss(), opt_func=opt_func, **kwargs)
 
-def _compare_clocks(here, n, width, bs, bound, steps=40):
-    learn = _fit(_dense(here, n, width, bs, steps).profile())
+def _compare_clocks(here, bound, steps=40, **net):
+    learn = _fit(_dense(here, steps=steps, **net).profile())
     row = next(r for r in learn.profiler.table.rows if (r['phase'], r['action']) == ('train', 'step'))
-    seen = _fit(_dense(here, n, width, bs, steps).profile(kernels=True)).profiler.kernels.found
+    seen = _fit(_dense(here, steps=steps, **net).profile(kernels=True)).profiler.kernels.found
     busy = sum(o['seconds'] for o in seen['top']) if len(seen['top']) < 10 else seen['busy']*seen['seconds']
     return row['device_busy'],busy,learn.profiler.table.verdict['bound']
 
@@ -175,7 +183,7 @@ def _device_clock(here):
         require(abs(ours/kernels - 1) < .15, said[-1])
     return '; '.join(said)
 
-@check('a GPU by each of its names, the profiler on')
+@check('a GPU by each of its names, the profiler on; with --full compiled as well')
 def _device_names(here):
     kind = here.device.type
     n = 0 if kind in ('cpu', 'mps') else getattr(torch, kind).device_count()
@@ -183,6 +191,9 @@ def _device_names(here):
     for name in names:
         run = run_recipe('digits-xresnet18', device=name, offline=True, epochs=1, batches=8, workers=0)
         require(run.status == 'ok' and run.table.rows, f'{name}: {run.status} ({run.error})')
+        if not here.full: continue
+        run = run_recipe('digits-xresnet18', device=name, offline=True, epochs=1, batches=8, workers=0, compile=True)
+        require(run.status == 'ok', f'{name}, compiled: {run.status} ({run.error})')
     return ', '.join(names)
 
 # %% ../nbs/41_checks.ipynb #ck000012
@@ -197,9 +208,10 @@ def _tiny(family, dropout=0.):
     if family == 'BERT': return t.BertModel(t.BertConfig(**common, **dropouts), add_pooling_layer=False)
     if family == 'RoBERTa': return t.RobertaModel(t.RobertaConfig(**common, **dropouts), add_pooling_layer=False)
     if family == 'ModernBERT': return t.ModernBertModel(t.ModernBertConfig(**common, **newer, **modern))
-    return t.LlamaModel(t.LlamaConfig(**common, **newer, num_key_value_heads=2))
+    if family == 'Llama': return t.LlamaModel(t.LlamaConfig(**common, **newer, num_key_value_heads=2))
+    return t.T5EncoderModel(t.T5Config(vocab_size=120, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4))
 
-FAMILIES = ('BERT', 'RoBERTa', 'ModernBERT', 'Llama')
+FAMILIES = ('BERT', 'RoBERTa', 'ModernBERT', 'Llama', 'T5')
 
 def _both(model, dtype, lengths=(30, 7, 19)):
     "(output, gradient) of a packed and of a padded batch, as lists of tensors"
@@ -231,10 +243,13 @@ def _agree(here, family, precision):
 
 @check('packed texts give the outputs and gradients of padded ones, in each precision')
 def _packed(here):
-    worst = dict.fromkeys(_precisions(here), 0.)
+    worst,refused = dict.fromkeys(_precisions(here), 0.),[]
     for family in FAMILIES:
-        for p in worst: worst[p] = max(worst[p], _agree(here, family, p))
-    return f"{len(FAMILIES)} families; largest difference: {', '.join(f'{k} {v:.1g}' for k,v in worst.items())}"
+        try: fast_attention(_tiny(family))
+        except UserError: refused.append(family)  # attention of its own: it is not packed anywhere
+        else: worst |= {p: max(worst[p], _agree(here, family, p)) for p in worst}
+    said = ', '.join(f'{k} {v:.1g}' for k,v in worst.items())
+    return f"{len(FAMILIES)-len(refused)} families, largest difference: {said}" + f"; refused: {', '.join(refused)}"*bool(refused)
 
 # %% ../nbs/41_checks.ipynb #ck000014
 @check('the largest batch trains a whole fit, and one more does not fit')
@@ -275,6 +290,8 @@ def _peak(here):
     if here.device.type == 'cuda' and torch.cuda.get_device_capability(here.device) >= (8, 0):
         with _matmul('high'): found['tf32'] = measure_peak(here.device, 'fp32', budget=budget)
     lower = [v for k,v in found.items() if k != 'fp32']
+    last = list(found)[len(_precisions(here))-1]
+    if here.device.type == 'cuda': found[f'{last} of ones'] = measure_peak(here.device, last, budget=budget, ones=True)
     require(all(o > found['fp32'] for o in lower), f"a precision of fewer bits is not faster: {_tflops(found)}")
     return _tflops(found)
 
@@ -322,6 +339,15 @@ def _faster(here):
     runs = [_run(here, f'faster-docstrings-{o}', epochs=1) for o in ('plain', 'fused')]
     require(all(r.status == 'ok' for r in runs), '; '.join(str(r.error) for r in runs if r.status != 'ok'))
     return f'{runs[0].seconds:.3g} s and {runs[1].seconds:.3g} s an epoch, {runs[0].seconds/runs[1].seconds:.2f}x'
+
+@check('a training of suite colab and one of suite fp16 in both precisions, on images that are always there', full=True)
+def _suites(here):
+    asked = ('imagenette-xresnet18', {}),('cifar100-resnet18', dict(precision='fp32')),('cifar100-resnet18', dict(precision='fp16-cuda'))
+    if not _can(here, 'bf16'): asked = asked[1:2]
+    small = dict(data='photos', size=64, bs=64, epochs=1, workers=0)
+    runs = [_run(here, o, **small, **({'precision': 'mixed'} if o.startswith('imagenette') else dict(pretrained=False)), **c) for o,c in asked]
+    require(all(r.status == 'ok' for r in runs), '; '.join(str(r.error) for r in runs if r.status != 'ok'))
+    return ', '.join(f"{r.recipe['name']} {r.precision['effective']} {r.seconds:.3g} s" for r in runs)
 
 @check('the tests of the checkout that want a CUDA device', full=True)
 def _tests(here):

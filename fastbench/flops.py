@@ -61,6 +61,7 @@ def measure_peak(device='cpu', # Where to multiply
                  precision:str='fp32', # fp32, fp16 or bf16
                  sizes=None, # Sides of the matrices; up to what fills the device if None
                  budget:float=1., # Seconds to spend, about
+                 ones:bool=False, # Matrices of ones, which draw little power, instead of random ones
     )->float: # FLOP/s
     "The fastest square matrix multiplication"
     device,dtype,best = torch.device(device),DTYPES[precision],0.
@@ -71,6 +72,7 @@ def measure_peak(device='cpu', # Where to multiply
     for n,product in ((n, f) for n in sizes for f in products):
         if 2*n**3 > budget*best > 0: break  # one product would take all the time; smaller ones will do
         a,b = (torch.randn(n, n, device=device, dtype=dtype, generator=rng) for _ in range(2))
+        if ones: a.fill_(1), b.fill_(1)
         product(a, b); wait()
         end = perf_counter() + budget/len(sizes)/len(products)
         while perf_counter() < end:

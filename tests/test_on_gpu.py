@@ -236,14 +236,26 @@ def test_a_target_in_a_cut_epoch_with_metrics_of_training_too():
 
 def test_our_own_search_is_nobody_elses_work(monkeypatch):
     "The GPU was idle when the Run began, and busy with our search when its fit did"
-    busy = iter([0.] + [.9]*20)
-    def state(*args, **kwargs): return dict(gpu=dict(busy=next(busy)))
-    monkeypatch.setattr(run_module, 'glance', state)
+    busy = [0.]
+    def build(*args, _build=run_module._build):
+        res = _build(*args)
+        busy[0] = .9  # as after a search for the largest batch
+        return res
+    def state(*args, **kwargs): return dict(gpu=dict(busy=busy[0]))
     full = run_module.machine_state
+    monkeypatch.setattr(run_module, '_build', build)
+    monkeypatch.setattr(run_module, 'glance', state)
     monkeypatch.setattr(run_module, 'machine_state', lambda d: {**full('cpu'), **state()})
     assert not [o for o in quiet(device='cpu').warnings if 'GPU' in o]
-    busy = iter([.9]*20)
-    assert [o for o in quiet(device='cpu').warnings if o.startswith('shared GPU: it was 90% busy before the run began')]
+    busy[0] = .8  # by somebody else, when the Run begins
+    assert [o for o in quiet(device='cpu').warnings if o.startswith('shared GPU: it was 80% busy before the run began')]
+
+
+def test_memory_is_asked_before_anything_was_initialised(gpu):
+    "As of a Learner of texts that is profiled before a tensor was on the GPU"
+    from fastbench.memory import PeakMemory
+    assert not gpu.initialized
+    assert PeakMemory(torch.device('cuda:0')).start().stop()['device'] == 0
 
 
 def test_the_peak_is_of_random_numbers_and_says_tf32(gpu, monkeypatch):
