@@ -78,14 +78,14 @@ class Intervals(list):
     def __init__(self, edges, # (event, when the host recorded it, what ended there, seconds of a pause) each
                  anchor=None, # (event beside the queue, when the host recorded it)
         ):
-        def of(e): return anchor[0].elapsed_time(e)/1e3 + anchor[1] if anchor else edges[0][0].elapsed_time(e)/1e3
         (e,at,*_),*rest = edges
-        self.anchor,self.begins = anchor,of(e)
-        self.lag,began = self.begins - at,self.begins
+        since,offset = (anchor[0].elapsed_time,anchor[1]) if anchor else (e.elapsed_time,0.)
+        self.begins = began = since(e)/1e3 + offset
+        self.lag = began - at
         for e,now,column,_ in rest:
-            ends = of(e)
-            took = ends - began
-            waited = min(now - began, took) if anchor else 0.
+            ends = since(e)/1e3 + offset
+            took,free = ends - began,now - began
+            waited = (free if free < took else took) if anchor else 0.
             self.append((column, now - at, took, waited if waited > LAUNCH else 0., began))
             at,began = now,ends
 
@@ -222,14 +222,14 @@ def _read(self:DeviceClock, profile, phase, row, edges, anchor):
     found = Intervals(edges, anchor)
     if any(c is None for c,*_ in found): return self._read_held(profile, phase, row, edges, found)
     if self.settling and found.lag > self.base + LAUNCH: self.settling -= 1; return  # it catches up after a pause
-    self.settling,took,waited = 0,{},{}
+    self.settling,took,waited = 0,[0.]*len(row),[0.]*len(row)
     for c,_,x,w,_ in found:
-        took[c] = took.get(c, 0.) + x
-        waited[c] = waited.get(c, 0.) + w
-    dev = _row(row, took)
-    dev[3],dev[-2] = sum(took.values()) - dev[-2],0.  # starting workers is no part of a step
-    profile.device[phase].add(dev)
-    if anchor is not None: profile.waited[phase].add(_row(row, {c: w for c,w in waited.items() if w}))
+        took[c] += x if x > 1e-9 else 1e-9  # it did happen
+        waited[c] += w
+    took[3],took[-2] = sum(took) - took[-2],0.  # starting workers is no part of a step
+    for o in (took, waited): o[:3],o[4] = row[:3],row[4]
+    profile.device[phase].add(took)
+    if anchor is not None: profile.waited[phase].add(waited)
     if self.holds is not None and not row[0]: self.holds.saw(phase, found)
 
 @patch
