@@ -147,7 +147,9 @@ class DeviceClock:
         column = watch.column
         if m != DRAW and (not watch.in_step or column[m] == column[last]): return
         if m == DRAW and self.queue.side is not None: self.next_anchor = self._record(self.queue.beside, watch.clock)
-        edge = (*self._record(self.queue.record, watch.clock), column[last], 0.)
+        e,at = self.pool.pop() if self.pool else self.queue.event(),watch.clock()
+        self.queue.record(e)
+        edge = e,at,column[last],0.
         self.step.append(edge)
         if m in _ends: self._close(m, edge, watch.phase)
         if self.plan: self._hold(watch, column[m])
