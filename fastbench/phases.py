@@ -183,7 +183,7 @@ def _measured(log, action):
 def device_stats(profile, # A `Profile`
                  phase, # 'train' or 'valid'
                  action, # One of its leaves, or 'step'
-    )->dict: # device_mean; of it device_busy: computing, device_waiting: for the host, at most; device_total; seconds, None: not measured
+    )->dict: # device_mean; of it device_busy (computing) and device_waiting (at most); device_total; seconds or None
     "An action on the device's clock"
     log,waited = profile.device.get(phase),profile.waited.get(phase)
     n,mean = _measured(log, action)
@@ -233,7 +233,7 @@ def _phase_rows(profile, phase, fit):
 
 # %% ../nbs/01_phases.ipynb #dcb3342f
 def rows(profile:Profile # What was measured
-    )->list: # A dict a row: phase, action, calls, mean, std, total, share, samples_per_second, device_mean, device_busy, device_waiting, device_total; seconds
+    )->list: # A dict a row: phase, action, calls, mean, std, total, share, samples_per_second, `device_stats`; seconds
     "The phase table"
     fit = stats(profile.fit['fit'], 'seconds')['total']
     def n_samples(*phases): return sum(stats(profile.steps[p], 'samples')['total'] for p in phases)

@@ -229,7 +229,8 @@ register(Recipe('imdb-roberta', 'RoBERTa-base on a fifth of IMDB, at a rate at w
      ('Colab Pro high-RAM T4', 'fp32', 1602, None, 8)])
 for name,changes,took in [('imagenette-xse_resnet50', dict(bs=48, epochs=2), 1330), ('imagenette-xresnet18', dict(bs=48, epochs=2), 146.2), ('imdb-roberta', dict(bs=12, epochs=1, sample=.1), 626.3)]:
     register(get_recipe(name, name=f'{name}-small', about=f'{name} for a GPU of 12 GB: smaller batches, fewer epochs', **changes), [('Colab free K80', 'fp16', took)])
-_imdb = _hf | dict(arch='distilbert-base-uncased', pretrained=True, data='imdb', split='pooled', bs=12, epochs=3, lr=5e-5, seed=123, schedule='flat', precision='fp32', opt='adam')
+_imdb = _hf | dict(arch='distilbert-base-uncased', pretrained=True, data='imdb', split='pooled', bs=12,
+                   epochs=3, lr=5e-5, seed=123, schedule='flat', precision='fp32', opt='adam')
 register(Recipe('imdb-distilbert', 'DistilBERT on IMDB, 35,000 reviews to train, sorted by length', **_imdb), [('A100', 'fp32', 1357.8, .9143), ('A100', 'fp16', 525, .922)])
 _tiny = _hf | dict(arch='distilbert-tiny', epochs=3, lr=2e-3, precision='fp32')
 register(Recipe('docstrings-distilbert', 'which package a docstring is of: real English of very uneven length, a small model', data='docstrings', max_length=128, **_tiny))
@@ -305,7 +306,8 @@ _dawn = (
     Rung('ten-epochs', 'averaged weights, label smoothing, ghost batch norm, CELU, whitening, mirrored prediction: ten epochs',
          dict(epochs=10, knots=_knots((0, 2, 10), (0, .4, 0)), ema=.99, label_smoothing=.2, norm=32, act='celu', whiten=True, tta=True), 26, .941),
     Rung('airbench', 'a net, Muon, half precision throughout and compile after airbench94 (published on an A100)',
-         dict(arch='airbench', epochs=8, opt='muon', lr=.24, act='relu', ema=None, norm=None, cutout=0, bs=2000, precision='half', compile='max-autotune', knots=_knots((0, 1, 8), (.2, 1, .07))), 2.59, .94))
+         dict(arch='airbench', epochs=8, opt='muon', lr=.24, act='relu', ema=None, norm=None, cutout=0, bs=2000,
+              precision='half', compile='max-autotune', knots=_knots((0, 1, 8), (.2, 1, .07))), 2.59, .94))
 
 _small = dict(learner='small', arch='resnet18-kinked', size=32, epochs=35, wd=5e-4, opt='nesterov', schedule='linear', augment='items', pad=4, flip=.5,
               knots=_knots((0, 15, 30, 30.01, 35), (.002, .1, .01, .005, .0001)), precision='fp16-cuda')

@@ -28,6 +28,17 @@ def quiet(recipe='digits-xresnet18', **kwargs):
         return run_recipe(recipe, **{**SMALL, **kwargs})
 
 
+def run_with(callback):
+    "A Run on the pretended GPU, with one more callback on its Learner"
+    def build(*args, _build=run_module._build):
+        learn, warned = _build(*args)
+        learn.add_cb(callback)
+        return learn, warned
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(run_module, '_build', build)
+        return quiet(device='cuda')
+
+
 # --- devices
 
 @pytest.mark.parametrize('asked, got', [('cuda', 'cuda:0'), ('cuda:0', 'cuda:0'), ('cuda:1', 'cuda:1'), ('cpu', 'cpu')])
@@ -158,13 +169,7 @@ def test_memory_that_runs_out_in_mid_fit(gpu):
     class Fill(Callback):
         def before_batch(self):
             if self.iter == 2: gpu.fail_after(0)
-    def build(*args, _build=run_module._build):
-        learn, warned = _build(*args)
-        learn.add_cb(Fill())
-        return learn, warned
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(run_module, '_build', build)
-        run = quiet(device='cuda')
+    run = run_with(Fill())
     assert run.status == 'failed' and run.error.startswith('out of memory on cuda:0: a batch of 16 does not fit') and '\n' not in run.error
     assert run.profile['steps']['train']['n'] >= 1 and 'OutOfMemoryError' in run.extra['traceback']
 
@@ -175,13 +180,7 @@ def test_a_device_that_vanishes_in_mid_fit(gpu):
     class Unplug(Callback):
         def before_batch(self):
             if self.iter == 3: gpu.on_launch.append(fail); gpu.on_wait.append(fail)
-    def build(*args, _build=run_module._build):
-        learn, warned = _build(*args)
-        learn.add_cb(Unplug())
-        return learn, warned
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(run_module, '_build', build)
-        run = quiet(device='cuda')
+    run = run_with(Unplug())
     assert run.status == 'failed' and run.error.startswith('cuda:0 failed: CUDA error: GPU is lost; the GPU fell off the bus')
     assert run.profile['steps']['train']['n'] == 3 and run.to_json()
 
