@@ -173,7 +173,7 @@ def _pad(self:BatchTokenizer, flat, start, n):
 # %% ../../nbs/21_text.tokenize.ipynb #477ab349
 @patch
 def pack(self:BatchTokenizer, encoded # What `encode` gave
-    )->dict: # keys of (1, tokens), such as `input_ids`; `cu_seq_lens` of (texts + 1); `lengths`, `max_length` on the host
+    )->dict: # `input_ids` and others of (1, tokens), `cu_seq_lens` of (texts + 1); `lengths`, `max_length` on the host
     "A packed batch"
     n = np.array([len(o['input_ids']) for o in encoded])
     res = {k: torch.from_numpy(np.concatenate([o[k] for o in encoded]).astype(np.int64))[None] for k in encoded[0]}
