@@ -8,7 +8,6 @@ __all__ = ['EARLY', 'looks', 'last_level', 'sides', 'interpreter', 'launch_with'
 # %% ../nbs/47_ab.ipynb #49afc6b4
 import json, os, subprocess, sys, time
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -16,7 +15,8 @@ from tempfile import TemporaryDirectory
 
 from .compare import Compared
 from .launch import Interrupted, Signals, launch
-from .recipe import Recipe, UserError, but, get_recipe
+from .errors import UserError
+from .recipe import as_dict, but, get_recipe
 from .sides import NotComparable
 from .store import FOLDER, check_folder, load, save
 from .table import seconds
@@ -38,7 +38,10 @@ def last_level(looked:int # Early looks so far
     return .05 - EARLY*looked
 
 # %% ../nbs/47_ab.ipynb #cab7f0c8
-def _differing(a, b): return [o.name for o in fields(Recipe) if o.name not in ('name', 'about', 'seed') and getattr(a, o.name) != getattr(b, o.name)]
+def _differing(a, b):
+    "Fields that are not the same; one that only a kind has differs too"
+    a,b,none = as_dict(a),as_dict(b),object()
+    return [o for o in {**a, **b} if o not in ('name', 'about', 'seed') and a.get(o, none) != b.get(o, none)]
 
 def sides(a, # A recipe or its name
           b=None, # Another one; None: A, changed
@@ -82,7 +85,7 @@ def launch_with(python, # As in `interpreter`
                 device=None, # Where
     )->str: # The file of the Run
     "`launch` by another Python's fastbench"
-    changes = {k: getattr(recipe, k) for k in _differing(get_recipe(recipe.name), recipe)}
+    changes = {k: as_dict(recipe)[k] for k in _differing(get_recipe(recipe.name), recipe) if k in as_dict(recipe)}
     cmd,env = _command(python, recipe, changes, Path(folder).absolute(), repeat, device, offline)
     if tell: tell(dict(phase='data'))
     with Signals() as signals: code,out,err = _wait(subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True), signals)

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile', 'EMACallback', 'HalfPrecision', 'KeepMemory',
            'OneDNNLinear', 'FirstBatches', 'Profiler', 'TimeToAccuracy', 'FlipTTA', 'Climb', 'ladder', 'bench_learner',
-           'muon', 'foreach_adam', 'foreach_adamw', 'foreach_sgd', 'fused_adam', 'fused_adamw', 'fused_sgd', 'Ladder',
+           'muon', 'foreach_adam', 'foreach_adamw', 'foreach_sgd', 'fused_adam', 'fused_adamw', 'fused_sgd', 'Kind',
+           'XResNet', 'Timm', 'Torchvision', 'Small', 'Transformer', 'LanguageModel', 'setting', 'kinds', 'Ladder',
            'Recipe', 'Rung', 'UserError', 'but', 'get_ladder', 'get_recipe', 'ladders', 'recipes', 'register',
            'register_ladder', 'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs', 'steps',
            'export', 'save', 'Table', 'BenchLearner', 'augmented', 'vision_dls', 'timm_learner', 'xresnet_learner',
@@ -37,15 +38,18 @@ from .ladder import Climb, ladder
 from .learner import bench_learner
 from .muon import muon
 from .optimizer import foreach_adam, foreach_adamw, foreach_sgd, fused_adam, fused_adamw, fused_sgd
-from .recipe import Ladder, Recipe, Rung, UserError, but, get_ladder, get_recipe, ladders, recipes, register, register_ladder, register_suite, suites
+from .errors import UserError
+from .recipe import Kind, Ladder, Recipe, Rung, but, get_ladder, get_recipe, kinds, ladders, recipes, register, register_ladder, register_suite, suites
 from .record import Run
 from .report import report
+from .rules import setting
 from .run import run_recipe
 from .query import export, runs, steps
 from .store import find, load, save
 from .suite import suite
 from .table import Table
 from .text.data import HFTextBlock, hf_dls
+from .text.kinds import LanguageModel, Transformer
 from .text.learner import hf_learner, load_hf_learner
 from .text.loader import TextDL
 from .text.rnn import lm_dls, rnn_learner
@@ -56,6 +60,7 @@ from .training import BenchLearner
 from .verdict import compare_times
 from .vision.augment import augmented
 from .vision.data import vision_dls
+from .vision.kinds import Small, Timm, Torchvision, XResNet
 from .vision.learner import timm_learner, xresnet_learner
 from .vision.resnet import torchvision_learner
 from .vision.small import small_learner, small_net
@@ -63,7 +68,7 @@ from .vision.small import small_learner, small_net
 # %% ../nbs/60_all.ipynb #7abfea7c
 _all_ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile', 'EMACallback', 'HalfPrecision', 'KeepMemory', 'OneDNNLinear', 'FirstBatches', 'Profiler',
          'TimeToAccuracy', 'FlipTTA', 'Climb', 'ladder', 'bench_learner', 'muon', 'foreach_adam', 'foreach_adamw', 'foreach_sgd', 'fused_adam',
-         'fused_adamw', 'fused_sgd', 'Ladder', 'Recipe', 'Rung', 'UserError', 'but', 'get_ladder', 'get_recipe', 'ladders', 'recipes', 'register',
+         'fused_adamw', 'fused_sgd', 'Kind', 'XResNet', 'Timm', 'Torchvision', 'Small', 'Transformer', 'LanguageModel', 'setting', 'kinds', 'Ladder', 'Recipe', 'Rung', 'UserError', 'but', 'get_ladder', 'get_recipe', 'ladders', 'recipes', 'register',
          'register_ladder', 'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs', 'steps', 'export', 'save', 'Table', 'BenchLearner', 'augmented',
          'vision_dls', 'timm_learner', 'xresnet_learner', 'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner',
          'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter', 'layer_decay',

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 import fastbench
-from .recipe import UserError
+from .errors import UserError
 
 # %% ../nbs/02_environment.ipynb #309601d8
 def _read(path, n=-1):

@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .environment import environment, variables
-from .recipe import UserError, get_recipe
+from .errors import UserError
+from .recipe import as_dict, get_recipe
 from .record import Run
 from .store import FOLDER, NotKept, check_folder, save
 
@@ -241,7 +242,7 @@ def _outcome(last, got, recipe, repeat, folder, code):
 
 def _failed(recipe, repeat, folder, error, **extra):
     r = get_recipe(recipe, seed=recipe.seed + repeat)
-    run = Run(recipe=vars(r).copy(), seed=r.seed, repeat=repeat, status='failed', error=error.splitlines()[0], environment=environment(), extra=extra)
+    run = Run(recipe=as_dict(r), seed=r.seed, repeat=repeat, status='failed', error=error.splitlines()[0], environment=environment(), extra=extra)
     return str(save(run, folder))
 
 def _refusal(name, text):

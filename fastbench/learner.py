@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 import torch
 from fastai.losses import CrossEntropyLossFlat, LabelSmoothingCrossEntropyFlat
-from fastai.metrics import accuracy
 from fastai.optimizer import SGD, Adam, ranger
 from fastai.torch_core import set_seed
 
@@ -22,17 +21,12 @@ from .callback.backends import Backends, check_tf32
 from .callback.ema import EMACallback
 from .callback.keepmemory import KeepMemory, check_malloc
 from .callback.onednn import OneDNNLinear, check_onednn
-from .callback.tta import FlipTTA
+from .callback.limit import FirstBatches
 from .muon import muon
 from .optimizer import torch_opt
-from .recipe import Recipe, UserError, but, get_recipe, recipes
+from .recipe import Recipe, but, get_recipe
 from .training import find_device, precision_on
-from .text.recipes import keep_best, recipe_dls, recipe_learner
-from .vision.augment import augmented
-from .vision.data import TooFewImages, vision_dls
-from .vision.learner import acts, timm_learner, xresnet_learner
-from .vision.resnet import torchvision_learner
-from .vision.small import small_learner
+from .text.recipes import keep_best
 from .batch_size import free  # adds find_batch_size
 
 # %% ../nbs/35_learner.ipynb #87a27ade
@@ -51,98 +45,47 @@ def seeded(seed:int # For Python, NumPy and PyTorch
 # %% ../nbs/35_learner.ipynb #9887e661
 _opts = dict(adam=partial(Adam, decouple_wd=False), adamw=Adam, sgd=partial(SGD, mom=.9), ranger=ranger, muon=muon,
              nesterov=torch_opt('sgd', 'fused', mom=.9, nesterov=True, decouple_wd=False))
-_opts |= {f'{impl}_{o}': torch_opt(o, impl, **(dict(mom=.9) if o == 'sgd' else {})) for impl in ('fused', 'foreach') for o in ('adam', 'adamw', 'sgd')}
+_opts |= {f'{impl}_{o}': torch_opt(o, impl, **(dict(mom=.9) if o == 'sgd' else {}))
+          for impl in ('fused', 'foreach') for o in ('adam', 'adamw', 'sgd')}
 
-def _opt_func(recipe):
-    opt = _opts[recipe.opt]
-    if recipe.eps is not None and recipe.opt.endswith(('sgd', 'nesterov', 'muon')): raise UserError(f'eps={recipe.eps!r} cannot be: {recipe.opt} has no eps; leave it None')
-    return partial(opt, eps=recipe.eps) if recipe.eps is not None else opt
+def _opt_func(r): return _opts[r.opt] if r.eps is None else partial(_opts[r.opt], eps=r.eps)
 
-def _loss_func(recipe):
-    return LabelSmoothingCrossEntropyFlat(eps=recipe.label_smoothing) if recipe.label_smoothing else CrossEntropyLossFlat()
+def _loss_func(r): return LabelSmoothingCrossEntropyFlat(eps=r.label_smoothing) if r.label_smoothing else CrossEntropyLossFlat()
 
 # %% ../nbs/35_learner.ipynb #c5affece
-_text = ('hf', 'rnn')
+def _build(r, device, offline):
+    "Data and model as the kind of `r` makes them"
+    with seeded(r.seed):
+        dls = r.make_dls(1 if r.bs == 'largest' else r.bs, device, offline)
+        return r.make_learner(dls, offline=offline, loss_func=_loss_func(r), opt_func=_opt_func(r), lr=r.lr, wd=r.wd)
 
-def _refuse_mixtures(r):
-    "What one field asks for and another rules out"
-    small,hf,budget,batchwise = r.learner == 'small', r.learner == 'hf', r.loader in ('budget', 'packed'), r.augment != 'auto'
-    images = r.learner not in _text
-    rules = [(small, "learner='small'", dict(norm=r.norm, whiten=r.whiten)),
-             (small or r.learner == 'xresnet' and r.act != 'celu', "learner='xresnet' (celu: 'small')", dict(act=r.act != 'relu')),
-             (not small and r.learner != 'rnn', 'another learner', dict(pretrained=r.pretrained)),
-             (batchwise, "augment='batch'", dict(pad=r.pad, cutout=r.cutout)),
-             (r.bs == 'largest', "bs='largest'", dict(memory=r.memory)),
-             (images, 'images', dict(size=r.size, channels_last=r.channels_last, tta=r.tta, augment=batchwise, min_scale=r.min_scale, flip=r.flip)),
-             (hf, "learner='hf'", dict(loader=r.loader != 'sorted', max_length=r.max_length != 512, attention=r.attention != 'own')),
-             (hf and budget, "loader='budget' or 'packed'", dict(max_tokens=r.max_tokens)),
-             (r.learner == 'rnn', "learner='rnn'", dict(bptt=r.bptt != 35))]
-    for ok,where,given in rules:
-        for k,v in given.items():
-            if v and not ok: raise UserError(f'{k}={getattr(r, k)!r} has no effect in this recipe: it goes with {where}')
-
-def _dls(r, bs, device, offline):
-    if r.learner in _text: return recipe_dls(r, bs, device, offline)
-    workers = 0 if r.augment == 'batch' and r.workers is None else r.workers
-    make = partial(vision_dls, r.data, r.size, workers=workers, prefetch=r.prefetch, seed=r.seed, min_scale=r.min_scale, flip=r.flip, sample=r.sample,
-                   device=device, offline=offline, split=r.split)
-    try: dls = make(bs)
-    except TooFewImages as e:
-        if r.sample == 1 or bs != getattr(recipes().get(r.name), 'bs', None): raise
-        warnings.warn(f'a batch of {bs} was asked for, this sample ({r.sample:g}) has {e.n} training images: batches of {e.n}', stacklevel=3)
-        dls = make(e.n)
-    if r.augment == 'auto': return dls
-    return augmented(dls, r.augment, r.pad, dls.info['flip'], r.cutout)
-
-def _model(r, dls, offline):
-    common = dict(loss_func=_loss_func(r), opt_func=_opt_func(r), lr=r.lr, wd=r.wd, metrics=accuracy)
-    if r.learner == 'rnn': del common['metrics']  # it has perplexity, too
-    if r.learner in _text: return recipe_learner(r, dls, offline, **common)
-    if r.learner == 'small': return small_learner(dls, r.arch, r.act, r.norm, r.whiten, **common)
-    common |= dict(pretrained=r.pretrained, offline=offline)
-    if r.learner == 'torchvision': return torchvision_learner(dls, r.arch, **common)
-    if r.learner == 'timm': return timm_learner(dls, r.arch, **common)
-    return xresnet_learner(dls, r.arch, act_cls=acts[r.act], **common)
-
-def _set_backends(learn, r):
-    "On CUDA: cuDNN's search where all images have one size, and TF32"
-    same = True if learn.device.type == 'cuda' and r.learner not in _text and learn.dls.info['size'] else None
-    if same or r.tf32 is not None: learn.add_cb(Backends(same, r.tf32))
-
-def _switch_on(learn, r, precision):
-    _set_backends(learn, r)
-    if r.channels_last: learn.to_channelslast()
-    if r.compile: learn.compile(None if r.compile is True else r.compile)
-    if r.keep_memory: learn.add_cb(KeepMemory())
-    if r.onednn: learn.add_cb(OneDNNLinear())
-    if r.ema is not None: learn.add_cb(EMACallback(r.ema))
-    if r.tta: learn.add_cb(FlipTTA())
-    if r.best: keep_best(learn)
-    half,_,dtype = precision.rpartition('-')
-    if half: return learn.to_half(dtype)
-    return learn if dtype == 'fp32' else getattr(learn, f'to_{dtype}')()
-
-# %% ../nbs/35_learner.ipynb #3fe3f089
-def bench_learner(recipe:str|Recipe, # A recipe or its name
-                  device=None, # Where to train; fastai's default device if None
-                  offline:bool=False, # Never open a connection
-                  **changes, # New values of the recipe's fields: `bs=32`, `precision='bf16'`
-    ): # A `BenchLearner`: an ordinary fastai Learner, with the recipe as `learn.recipe`
-    "The Learner that `recipe` describes"
-    r = get_recipe(recipe, **changes)
-    device = find_device(device)
-    precision = precision_on(r.precision, device)
+def _check(r, device, precision):
+    "Refuse what this device cannot do, and fields without an effect"
     check_precision(precision.rpartition('-')[2], device)
     if r.tf32: check_tf32(device)
     if r.keep_memory: check_malloc(device)
     if r.onednn: check_onednn(device, precision, r.compile)
-    _refuse_mixtures(r)
-    with seeded(r.seed):
-        dls = _dls(r, 1 if r.bs == 'largest' else r.bs, device, offline)
-        learn = _model(r, dls, offline)
-    learn.recipe = r if r.bs == 'largest' else but(r, bs=dls.info['bs'])
-    _switch_on(learn, r, precision)
-    if r.bs != 'largest': return learn
+    r.check()
+
+# %% ../nbs/35_learner.ipynb #61cc99e8
+def _switch_on(learn, r, precision):
+    r.switch_on(learn)
+    if r.tf32 is not None: learn.add_cb(Backends(tf32=r.tf32))
+    if r.compile: learn.compile(None if r.compile is True else r.compile)
+    if r.keep_memory: learn.add_cb(KeepMemory())
+    if r.onednn: learn.add_cb(OneDNNLinear())
+    if r.ema is not None: learn.add_cb(EMACallback(r.ema))
+    if r.best: keep_best(learn)
+    if r.batches: learn.add_cb(FirstBatches(r.batches))
+    half,_,dtype = precision.rpartition('-')
+    if half: return learn.to_half(dtype)
+    return learn if dtype == 'fp32' else getattr(learn, f'to_{dtype}')()
+
+# %% ../nbs/35_learner.ipynb #8a344f7b
+def _batch_size(learn, r): return getattr(learn.dls, 'info', {}).get('bs', r.bs)  # data may be less than a batch
+
+def _largest(learn, r, device, offline):
+    "The Learner of `r` at the largest batch that trains"
     found = learn.find_batch_size(start=16, memory=r.memory)
     del learn
     free(device)  # its model is not to take room from the one that trains
@@ -151,3 +94,18 @@ def bench_learner(recipe:str|Recipe, # A recipe or its name
         learn = bench_learner(r, device, offline, bs=int(found), memory=None)
     learn.largest = dict(bs=int(found), seconds=found.seconds, peak=found.peak, why=found.why)
     return learn
+
+# %% ../nbs/35_learner.ipynb #3fe3f089
+def bench_learner(recipe:str|Recipe, # A recipe or its name
+                  device=None, # Where to train; fastai's default device if None
+                  offline:bool=False, # Never open a connection
+                  **changes, # New values of the recipe's fields: `bs=32`, `precision='bf16'`
+    ): # A `BenchLearner`: an ordinary fastai Learner, with the recipe as `learn.recipe`
+    "The Learner that `recipe` describes"
+    r,device = get_recipe(recipe, **changes),find_device(device)
+    precision = precision_on(r.precision, device)
+    _check(r, device, precision)
+    learn = _build(r, device, offline)
+    learn.recipe = r if r.bs == 'largest' else but(r, bs=_batch_size(learn, r))
+    _switch_on(learn, r, precision)
+    return _largest(learn, r, device, offline) if r.bs == 'largest' else learn

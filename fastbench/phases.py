@@ -13,7 +13,7 @@ from statistics import median
 
 from fastcore.basics import patch
 
-from .recipe import UserError
+from .errors import UserError
 
 # %% ../nbs/01_phases.ipynb #e183e209
 TRAIN = ('draw', 'to_device', 'forward', 'loss', 'backward', 'opt_step', 'zero_grad', 'callbacks', 'unattributed', 'compile', 'start', 'stop')

@@ -7,7 +7,8 @@ __all__ = ['run_figures', 'warned', 'precision_rows', 'Precisions', 'plot_precis
 
 # %% ../nbs/44_precision.ipynb #8dc49aa9
 from .phases import from_dict, middle, rows, stats
-from .recipe import UserError, published, recipes
+from .errors import UserError
+from .recipe import as_dict, published, recipes
 from .record import Run
 from .sheet import Sheet
 from .table import rate, seconds
@@ -72,7 +73,7 @@ def precision_rows(runs, # `Run`s, of any recipes
                    refused=(), # (Recipe, reason) of those that made no Run
     )->list: # Dicts: fp32 first, equal batch first
     "A row for each recipe, batch and precision"
-    keys = {_key(o): o.recipe.get('arch', '') for o in runs} | {(r.name, r.bs, r.precision): r.arch for r,_ in refused}
+    keys = {_key(o): o.recipe.get('arch', '') for o in runs} | {(r.name, r.bs, r.precision): as_dict(r).get('arch', '') for r,_ in refused}
     reasons = {(r.name, r.bs, r.precision): why for r,why in refused}
     names = list(dict.fromkeys(n for n,_,_ in keys))
     keys = dict(sorted(keys.items(), key=lambda o: (names.index(o[0][0]), o[0][1] == 'largest', str(o[0][1]), o[0][2] != 'fp32')))
@@ -127,7 +128,7 @@ class Precisions(Sheet):
         if short: yield f"no ratio of times where the dropped last batch made one of the two train on fewer images: {', '.join(short)}"
         full = [f"{r['net']} {r['precision']}" for r in self.rows if r['all_data']]
         if full: yield f"the largest batch is all training images, memory has room for more: {', '.join(full)}"
-        if any(o.weights.startswith('random') and known[o.recipe['name']].pretrained for o in self.runs if o.recipe.get('name') in known): yield 'weights were random at the start: accuracies and times are not those of a frozen, pretrained body'
+        if any(o.weights.startswith('random') and as_dict(known[o.recipe['name']]).get('pretrained') for o in self.runs if o.recipe.get('name') in known): yield 'weights were random at the start: accuracies and times are not those of a frozen, pretrained body'
         yield from warned(self.runs)
 
 # %% ../nbs/44_precision.ipynb #6643bc35

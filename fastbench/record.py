@@ -13,11 +13,12 @@ from datetime import datetime, timezone
 from fastcore.basics import patch
 
 from .phases import from_dict, notes, rows
-from .recipe import UserError
+from .errors import UserError
+from .recipe import upgrade
 from .table import Table, seconds
 
 # %% ../nbs/39_record.ipynb #a3a9b4e1
-SCHEMA = 1
+SCHEMA = 2
 STATUSES = dict(ok='finished', diverged='the loss became NaN or infinite: not a timing', failed='ended by an error', interrupted='stopped by its user')
 
 def new_id(recipe:str, # Name of the recipe
@@ -133,6 +134,10 @@ def migrate(d:dict, # What a file holds; `schema` says of which version
             raise UserError(f'{name} is no Run of schema {v} ({type(e).__name__}: {e}). Was it edited?') from None
     return d
 
+# %% ../nbs/39_record.ipynb #0d70e507
+@migration(1)
+def _named_kind(d): return {**d, 'recipe': upgrade(d['recipe'])}
+
 # %% ../nbs/39_record.ipynb #17d3fdee
 _kinds = {o.name: (int, float, type(None)) if o.name == 'seconds' else o.type for o in fields(Run) if o.name != 'extra'}
 
@@ -175,7 +180,7 @@ def from_head(text:str, # The beginning of what `to_json` wrote
     end = text.find(', "profile": ')
     try: d = json.loads(f'{text[:end]}}}') if end > 0 else {}
     except (ValueError, RecursionError): return None
-    if not _before <= d.keys() or d['schema'] != SCHEMA or not isinstance(d['pace'], dict): return None
+    if not _before <= d.keys() or d['schema'] > SCHEMA or not isinstance(d['pace'], dict): return None
     run = _run_of(d, name)
     run._pace = {k: v for k,v in d['pace'].items() if type(v) in (int, float)}
     return run

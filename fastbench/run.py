@@ -21,14 +21,14 @@ import fastbench.callback.profiler  # adds profile
 import fastbench.schedule  # adds fit_linear
 from .callback.energy import Energy
 from .callback.profiler import Profiler
-from .callback.limit import FirstBatches
 from .callback.target import TimeToAccuracy, epoch_values
 from .environment import device_info, environment
 from .failure import explain
 from .learner import bench_learner
 from .noise import glance, machine_state, noise, warnings_between
 from .phases import to_dict
-from .recipe import Recipe, UserError, get_recipe
+from .errors import UserError
+from .recipe import Recipe, as_dict, get_recipe
 from .record import Run, plain
 from .training import find_device
 
@@ -100,7 +100,7 @@ def run_recipe(recipe:str|Recipe, # What to run
     tell(dict(phase='data'))
     set_seed(r.seed)
     idle = glance(device)  # before anything of ours makes it busy
-    run = Run(recipe=vars(r).copy(), repeat=repeat, seed=r.seed, precision=dict(asked=r.precision), device=_about(device))
+    run = Run(recipe=as_dict(r), repeat=repeat, seed=r.seed, precision=dict(asked=r.precision), device=_about(device))
     try: learn,run.warnings = _build(r, device, offline)
     except UserError: raise
     except Exception as e: learn = _failed(run, e, device)
@@ -133,9 +133,9 @@ def _build(r, device, offline):
 
 def _describe(run, r, learn):
     "What is really used"
-    info = dict(learn.dls.info)
-    run.recipe = plain({k: info.get(k) if v is None else v for k,v in vars(learn.recipe).items()})
-    changed = {k: v for k,v in plain(vars(r)).items() if v is not None and v != run.recipe[k]}
+    info = dict(getattr(learn.dls, 'info', {}))
+    run.recipe = plain({k: info.get(k) if v is None else v for k,v in as_dict(learn.recipe).items()})
+    changed = {k: v for k,v in plain(as_dict(r)).items() if v is not None and v != run.recipe[k]}
     if changed: run.extra['asked'] = changed
     if hasattr(learn, 'largest'): run.extra['largest'] = learn.largest
     run.data,run.precision['effective'] = info,learn.precision
@@ -151,7 +151,7 @@ def _fit(learn, r, stop):
 
 def _on_test(learn):
     "Loss and metrics on a set that nothing was chosen by"
-    learn.remove_cbs([Profiler, Watch, FirstBatches, TimeToAccuracy, Energy, SaveModelCallback])
+    learn.remove_cbs([Profiler, Watch, TimeToAccuracy, Energy, SaveModelCallback])
     with learn.no_bar(), learn.no_logging(): values = learn.validate(2)
     return dict(zip(['loss', *(o.name for o in learn.metrics)], map(float, values)))
 
@@ -162,7 +162,7 @@ def _at_rest(state, idle):
 
 def _train(learn, r, run, tell, stop, device, energy, idle):
     watch,goal = Watch(tell, stop, partial(glance, device)),TimeToAccuracy(r.target, tell=lambda o: None) if r.target else None
-    learn.profile(flops=bool(goal)).add_cbs([watch] + ([FirstBatches(r.batches)] if r.batches else []) + ([goal] if goal else []) + ([Energy()] if energy else []))
+    learn.profile(flops=bool(goal)).add_cbs([watch] + ([goal] if goal else []) + ([Energy()] if energy else []))
     before = _at_rest(machine_state(device), idle)
     tell(dict(phase='fit'))
     start = time.perf_counter()
@@ -176,7 +176,7 @@ def _train(learn, r, run, tell, stop, device, energy, idle):
     run.profile,run.epochs = to_dict(learn.profiler.profile),watch._history
     run.metrics = dict(run.epochs[-1]) if run.epochs else {}
     if goal: _goal(run, goal)
-    if run.status == 'ok' and learn.dls.info.get('test'): run.extra['test'] = _on_test(learn)
+    if run.status == 'ok' and getattr(learn.dls, 'info', {}).get('test'): run.extra['test'] = _on_test(learn)
     after = machine_state(device)
     run.extra['noise'] = noise(before, after)
     run.warnings += warnings_between(before, after, watch.seen)

@@ -7,11 +7,11 @@ __all__ = ['load_side', 'NotComparable', 'work', 'means', 'differences', 'said',
 
 # %% ../nbs/45_sides.ipynb #43439bd3
 import json
-from dataclasses import fields
 from pathlib import Path
 
 from .phases import from_dict, rows
-from .recipe import Recipe, UserError, unknown
+from .errors import UserError, unknown
+from .recipe import defaults_of
 from .record import Run
 from .store import FOLDER, files, find, load, load_all
 
@@ -50,7 +50,6 @@ class NotComparable(UserError):
         super().__init__(text)
         self.differences = list(differences)
 
-_defaults = {o.name: o.default for o in fields(Recipe)}
 _left_out = ('name', 'about', 'seed', 'memory', 'data', 'precision')  # a name is no work; repeats differ in their seeds; the others: what was in effect
 _of_data = ('version', 'fingerprint', 'fallback', 'synthetic', 'n_train', 'n_valid')
 _listed = ('os', 'kernel', 'machine', 'host', 'python', 'implementation', 'cpu', 'cores', 'memory', 'versions', 'git', 'torch')
@@ -64,7 +63,7 @@ def _flat(d, at=''):
 def work(run:Run, # What ran
     )->tuple: # What must be equal, what is listed: dicts, name -> value
     "What a Run did, and where"
-    rec,env = {**_defaults, **run.recipe},_flat(run.environment)
+    rec,env = {**defaults_of(run.recipe.get('kind')), **run.recipe},_flat(run.environment)
     must = {k: v for k,v in rec.items() if k not in _left_out}
     must |= dict(data=run.data.get('name') or rec['data'], precision=run.precision.get('effective') or rec['precision'], weights=run.weights.split(', seed ')[0])
     must |= {f'data.{k}': run.data[k] for k in _of_data if k in run.data}

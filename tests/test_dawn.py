@@ -18,12 +18,13 @@ from fastbench.ladder import Climb, ladder_recipes, rounds
 from fastbench.learner import bench_learner
 from fastbench.muon import MuonSGD, muon, orthogonal
 from fastbench.phases import Profile, step_columns, to_dict
-from fastbench.recipe import Recipe, Rung, UserError, but, get_ladder, get_recipe, ladders, register_ladder, suites
+from fastbench.recipe import Rung, UserError, but, get_ladder, get_recipe, ladders, register_ladder, suites
 from fastbench.record import Run, from_json
 from fastbench.run import run_recipe
 from fastbench.training import BenchLearner
 from fastbench.vision.augment import augmented
 from fastbench.vision.data import CorruptImage, vision_dls
+from fastbench.vision.kinds import XResNet
 from fastbench.vision.small import GhostBatchNorm, small_archs, small_net, whiten
 
 HOWS = ['items', 'once', 'bulk', 'batch']
@@ -257,7 +258,7 @@ def test_muon_under_a_learner_is_saved_and_loaded(tmp_path):
 def test_bad_knots(knots):
     learn = Learner(DataLoaders([], []), nn.Linear(1, 1), loss_func=nn.MSELoss())
     with pytest.raises(UserError, match='knots'): learn.fit_linear(1, .1, knots)
-    with pytest.raises(UserError, match='knots'): Recipe('x', knots=knots[:1] if len(knots) > 2 else knots)
+    with pytest.raises(UserError, match='knots'): XResNet('x', knots=knots[:1] if len(knots) > 2 else knots)
 
 
 def test_mirrored_prediction_leaves_the_batch_as_it_was():
@@ -321,7 +322,7 @@ def test_every_rung_can_be_built():
 
 
 @pytest.mark.parametrize('changes,said', [(dict(whiten=True), 'whiten'), (dict(norm=16), 'norm'), (dict(act='celu'), 'act'), (dict(pad=4), 'pad'),
-                                          (dict(cutout=4), 'cutout'), (dict(memory='1GB'), 'memory'), (dict(learner='small', arch='resnet9', pretrained=True), 'pretrained'),
+                                          (dict(cutout=4), 'cutout'), (dict(memory='1GB'), 'memory'), (dict(kind='Small', arch='resnet9', pretrained=True), 'pretrained'),
                                           (dict(opt='muon', eps=1e-5), 'eps'), (dict(target=1.2), 'target'), (dict(target=0), 'target'),
                                           (dict(bs='larger'), 'bs'), (dict(bs=0), 'bs'), (dict(norm=1), 'norm')])
 def test_what_would_have_no_effect_is_refused(changes, said):
@@ -421,7 +422,7 @@ def test_without_runs_a_ladder_is_its_published_figures():
 
 
 def test_a_ladder_of_ones_own():
-    base = Recipe('mine-ladder', 'mine', data='digits', size=8)
+    base = XResNet('mine-ladder', 'mine', data='digits', size=8)
     ladder = register_ladder(base, Rung('first', 'as it is', {}), Rung('bigger', 'more at once', dict(bs=128)), Rung('faster', 'and faster', dict(lr=.01), 3.))
     try:
         assert [(o.bs, o.lr) for o in ladder.recipes()] == [(64, 3e-3), (128, 3e-3), (128, .01)]

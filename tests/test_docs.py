@@ -412,7 +412,7 @@ def test_sections_come_with_their_notebooks(docs, tmp_path):
     "None now, some later: both have to work"
     make = docs('make')
     (tmp_path/'nbs/tutorials').mkdir(parents=True)
-    for o in ('nbs/index.ipynb', 'nbs/00_recipe.ipynb'): shutil.copy(ROOT/o, tmp_path/o)
+    for o in ('nbs/index.ipynb', 'nbs/02_recipe.ipynb'): shutil.copy(ROOT/o, tmp_path/o)
     for o in ('docs', 'fastbench', 'benchmarks'): (tmp_path/o).symlink_to(ROOT/o)
     for o in ('CHANGELOG.md', 'CONTRIBUTING.md'): shutil.copy(ROOT/o, tmp_path/o)
     none = make.Site(tmp_path)

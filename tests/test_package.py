@@ -266,11 +266,11 @@ def test_drift_is_named(checkout):
     assert drift(checkout).returncode == 0, drift(checkout).stderr
     module = checkout/'fastbench'/'recipe.py'
     module.write_text(module.read_text() + '\n# edited by hand\n')
-    nb = checkout/'nbs'/'00_recipe.ipynb'
+    nb = checkout/'nbs'/'02_recipe.ipynb'
     nb.write_text(nb.read_text().replace('"execution_count": null', '"execution_count": 7', 1))
     got = drift(checkout)
     assert got.returncode == 1
-    assert 'fastbench/recipe.py' in got.stderr and 'nbs/00_recipe.ipynb' in got.stderr and '_modidx' not in got.stderr
+    assert 'fastbench/recipe.py' in got.stderr and 'nbs/02_recipe.ipynb' in got.stderr and '_modidx' not in got.stderr
 
 
 def test_no_lock_file():

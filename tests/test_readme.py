@@ -56,9 +56,9 @@ def test_pictures_are_files_and_old_ones_go(write):
 
 
 def test_links_are_seen_from_the_folder_above(write):
-    folder = write(('[a](00_recipe.ipynb) [b](../CONTRIBUTING.md) [c](https://example.org) [d](#start) ![e](../docs/images/x.png)', None))
+    folder = write(('[a](02_recipe.ipynb) [b](../CONTRIBUTING.md) [c](https://example.org) [d](#start) ![e](../docs/images/x.png)', None))
     readme.main(root=folder)
-    assert '[a](nbs/00_recipe.ipynb) [b](CONTRIBUTING.md) [c](https://example.org) [d](#start) ![e](docs/images/x.png)' in text(folder)
+    assert '[a](nbs/02_recipe.ipynb) [b](CONTRIBUTING.md) [c](https://example.org) [d](#start) ![e](docs/images/x.png)' in text(folder)
 
 
 def test_a_fence_inside_an_output_does_not_end_it(write):

@@ -151,7 +151,7 @@ def recipe_case(name):
 
 NAMES = [o for o in recipes() if o.startswith(('digits', 'photos', 'docstrings', 'dawn-photos', 'faster-docstrings'))]
 RECIPES = [recipe_case(o) for o in NAMES] + [
-    Case(f'{learner} {arch}', 'digits-xresnet18', DIGITS | dict(learner=learner, arch=arch, size=32)) for learner, arch in (('torchvision', 'resnet18'), ('timm', 'test_resnet'))]
+    Case(f'{kind.lower()} {arch}', 'digits-xresnet18', DIGITS | dict(kind=kind, arch=arch, size=32)) for kind, arch in (('Torchvision', 'resnet18'), ('Timm', 'test_resnet'))]
 
 
 # Running them

@@ -14,14 +14,15 @@ import pandas as pd
 import torch
 from fastai.callback.tracker import SaveModelCallback
 from fastai.data.core import DataLoaders
+from fastai.metrics import accuracy
 
 from ..download import DataUnavailable
-from ..recipe import Recipe, UserError
+from ..errors import UserError
+from ..recipe import Recipe
 from .data import hf_dls
 from .hf import hf_config
 from .learner import hf_learner
 from .dataset import TextDataset
-from .rnn import lm_dls, rnn_learner
 from .sources import families, load_text_source, source_tokenizer
 from .tokenize import BatchTokenizer, find_tokenizer
 
@@ -51,10 +52,9 @@ def recipe_dls(r:Recipe, # Data, loader and lengths
                device=None, # Where batches go
                offline:bool=False, # Never open a connection
     )->DataLoaders: # With `info`; `fallback_weights` in it says why weights will be random
-    "The `DataLoaders` of a recipe of texts"
-    if r.learner == 'rnn': return lm_dls(r.data, bs=bs, bptt=r.bptt, seed=r.seed, sample=r.sample, device=device, offline=offline)
+    "The `DataLoaders` of a `Transformer`"
     ts = load_text_source(r.data, split=r.split, sample=r.sample, seed=r.seed, offline=offline)
-    if ts.classes is None: raise UserError(f"data={r.data!r} has no labels: learner='rnn' trains a language model on it")
+    if ts.classes is None: raise UserError(f"data={r.data!r} has no labels: the kind LanguageModel trains on it")
     tok,why = recipe_tokenizer(r, ts, offline)
     bt = BatchTokenizer(tok, r.max_length, r.max_length if r.loader == 'padded' else None)
     frame = lambda o: pd.DataFrame(dict(text=o.texts, label=pd.Categorical.from_codes(o.labels, ts.classes)))
@@ -76,10 +76,9 @@ def recipe_learner(r:Recipe, # Model and attention
                    offline:bool=False, # Never open a connection
                    **kwargs, # For the Learner: loss_func, opt_func, lr, wd
     ): # A `BenchLearner`
-    "The Learner of a recipe of texts"
-    if r.learner == 'rnn': return rnn_learner(dls, r.arch, **kwargs)
+    "The Learner of a `Transformer`"
     why = dls.info.get('fallback_weights')
-    kwargs |= dict(attn=_attn[r.attention], offline=offline)
+    kwargs = dict(metrics=accuracy, attn=_attn[r.attention], offline=offline) | kwargs
     if r.pretrained and not why:
         try: return hf_learner(dls, r.arch, **kwargs)
         except DataUnavailable as e: why = str(e)

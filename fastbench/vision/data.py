@@ -20,8 +20,10 @@ from fastcore.basics import merge
 from fasttransform import Transform
 
 from ..environment import worker_cores
-from ..recipe import UserError, check_field
+from ..errors import UserError
+from ..recipe import check_field
 from ..transfer import CopiesAhead, put
+from .images import Images
 from .sources import Item, load_source, split_each
 
 # %% ../../nbs/31_vision.data.ipynb #39e21bf6
@@ -162,8 +164,9 @@ def vision_dls(data='digits', # A source, `imagenette` (picks its archive by `si
                split='own', # Validation: 'own', as the source has it; 'pooled': a random 20% of its training and validation images together
     )->DataLoaders: # With `info`: name, version, asked, fallback, real, synthetic, sizes and all settings in effect
     "`DataLoaders` of a named source"
-    check_field('bs', bs, without='largest')
-    for k,v in dict(size=size, workers=workers, prefetch=prefetch, seed=seed, sample=sample, min_scale=min_scale, flip=flip).items(): check_field(k, v)
+    check_field(Images, 'bs', bs, without='largest')
+    given = dict(size=size, workers=workers, prefetch=prefetch, seed=seed, sample=sample, min_scale=min_scale, flip=flip)
+    for k,v in given.items(): check_field(Images, k, v)
     got = load_source(data, size, seed=seed, offline=offline)
     src,classes = got.source,got.classes
     min_scale,flip = src.min_scale if min_scale is None else min_scale, src.flip if flip is None else flip

@@ -1,0 +1,142 @@
+"Kinds of training: what each has, what it refuses, and one from outside the package."
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastbench.callback.profiler  # noqa: F401  (adds profile)
+from fastbench.errors import UserError
+from fastbench.learner import bench_learner
+from fastbench.recipe import Recipe, as_dict, but, get_recipe, kinds, recipes, upgrade
+from fastbench.record import from_json
+from fastbench.sides import work
+from fastbench.store import load
+
+ROOT = Path(__file__).resolve().parent.parent
+OLD = sorted((ROOT/'benchmarks'/'results').glob('dawn-photos-*.json')) + [ROOT/'tests'/'golden'/'run-1.json']
+
+
+def test_kinds_share_what_every_training_has_and_nothing_else():
+    assert set(kinds()) >= {'XResNet', 'Timm', 'Torchvision', 'Small', 'Transformer', 'LanguageModel'}
+    base = set(Recipe.__dataclass_fields__)
+    for name, kind in kinds().items(): assert base <= set(kind.__dataclass_fields__), name
+    assert not base & {'size', 'max_length', 'bptt', 'arch', 'whiten', 'loader'}
+
+
+@pytest.mark.parametrize('name', ['digits-xresnet18', 'imagenette-timm_resnet50', 'cifar100-resnet18', 'dawn', 'docstrings-distilbert', 'docstrings-lstm'])
+def test_a_field_of_another_kind_is_refused_by_name(name):
+    recipe = recipes().get(name) or get_recipe(f'{name}-baseline')
+    have = as_dict(recipe)
+    others = {f: k for k, o in kinds().items() if o.__module__.startswith('fastbench') for f in o.__dataclass_fields__ if f not in have}
+    assert others
+    for field, kind in others.items():
+        with pytest.raises(UserError, match=f'{field}=.* has no effect in this recipe: it goes with .*{kind}'): but(recipe, **{field: 1})
+
+
+def test_another_kind_keeps_what_both_have():
+    r = but(get_recipe('digits-xresnet18'), kind='Timm', arch='resnet10t')
+    assert type(r).__name__ == 'Timm' and (r.size, r.bs, r.arch) == (32, 64, 'resnet10t')
+    with pytest.raises(UserError, match="unknown kind 'Tim'; did you mean 'Timm'"): but(r, kind='Tim')
+
+
+# Runs of the version before
+
+@pytest.mark.parametrize('path', OLD, ids=lambda o: o.stem[:30])
+def test_runs_of_the_version_before_load(path):
+    was = json.loads(path.read_text())
+    run = load(path)
+    assert was['schema'] == 1 and run.schema == 2
+    kind = dict(xresnet='XResNet', small='Small')[was['recipe']['learner']]
+    assert run.recipe['kind'] == kind and 'learner' not in run.recipe and 'bptt' not in run.recipe
+    assert all(run.recipe[k] == v for k, v in was['recipe'].items() if k in run.recipe)
+    assert set(run.recipe) <= {'kind', *kinds()[kind].__dataclass_fields__}
+
+
+def test_an_old_run_did_the_work_of_a_new_one():
+    old = json.loads(OLD[-1].read_text())
+    new = {**old, 'schema': 2, 'recipe': as_dict(get_recipe('digits-xresnet18')) | {k: v for k, v in upgrade(old['recipe']).items()}}
+    assert work(from_json(json.dumps(old)))[0] == work(from_json(json.dumps(new)))[0]
+
+
+def test_a_run_of_a_kind_that_is_not_installed_is_kept_as_it_is():
+    recipe = dict(kind='Elsewhere', name='x', colour='green', data='d', precision='fp32')
+    run = from_json(json.dumps(dict(schema=2, recipe=recipe)))
+    assert run.recipe == recipe and work(run)[0]['colour'] == 'green'
+
+
+# A kind from outside
+
+OUTSIDE = """
+from fastbench.all import *
+from dataclasses import dataclass
+from fastai.tabular.all import *
+import pandas as pd, torch
+from fastbench.rules import whole
+
+@dataclass(frozen=True)
+class Tabular(Kind):
+    "A tabular network on made-up rows"
+    rows: int = setting(whole(100), 'rows of the table', default=400)
+
+    def make_dls(self, bs, device=None, offline=False):
+        x = torch.rand(self.rows, 3, generator=torch.Generator().manual_seed(self.seed))
+        df = pd.DataFrame(x.numpy(), columns=list('abc')).assign(y=(x.sum(1) > 1.5).int().numpy())
+        return TabularDataLoaders.from_df(df, cont_names=list('abc'), y_names='y', y_block=CategoryBlock(), bs=bs, device=device, seed=1)
+
+    def make_learner(self, dls, offline=False, **kwargs):
+        return BenchLearner(dls, TabularModel([], 3, 2, [20]), metrics=accuracy, **kwargs)
+
+register(Tabular('mine', rows=600, bs=32, epochs=2, lr=1e-2))
+"""
+
+
+def test_a_kind_from_outside_is_under_20_lines(): assert OUTSIDE.count('\n') < 22 and len(OUTSIDE.split('class ')[1].splitlines()) < 16
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp('outside')
+    (out/'my_kinds.py').write_text(OUTSIDE)
+    return out
+
+
+def outside(folder, code):
+    got = subprocess.run([sys.executable, '-c', f'from my_kinds import *\n{code}'], cwd=folder, capture_output=True, text=True,
+                         env={**__import__('os').environ, 'PYTHONPATH': f'{ROOT}'})
+    assert got.returncode == 0, got.stderr[-3000:]
+    return got.stdout
+
+
+def test_a_kind_from_outside_runs_and_profiles(folder):
+    out = outside(folder, """
+learn = bench_learner('mine', device='cpu', rows=300, batches=3).profile()
+learn.fit(1)
+assert learn.recipe.rows == 300 and len(learn.profiler.profile.steps['train']) == 3
+for i in range(6): print(save(run_recipe('mine', device='cpu', repeat=i), 'b' if i%2 else 'a'))
+""")
+    run = load(folder/out.split()[-1])
+    assert run.status == 'ok' and run.recipe['kind'] == 'Tabular' and run.recipe['rows'] == 600 and 'accuracy' in run.metrics
+
+
+def test_a_kind_from_outside_is_compared_and_reported(folder):
+    out = outside(folder, """
+print(compare('a', 'b'))
+print(report('a', against='b', out='r.html'))
+""")
+    assert 'overall' in out and '<html' in (folder/'r.html').read_text()[:300]
+
+
+def test_a_kind_from_outside_goes_by_the_command_line(folder):
+    outside(folder, "import sys; sys.argv = ['fastbench', 'run', 'mine', '--device', 'cpu', '--set', 'rows=300', '--out', 'c']\nfrom fastbench.cli import main\ntry: main()\nexcept SystemExit as e: assert not e.code, e.code")
+    run, = map(load, (folder/'c').glob('*.json'))
+    assert run.recipe['rows'] == 300 and run.status == 'ok'
+
+
+# Every field acts wherever a Learner is made
+
+def test_batches_are_those_of_the_recipe():
+    learn = bench_learner('digits-xresnet18', device='cpu', size=8, batches=4, workers=0).profile()
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    assert len(learn.profiler.profile.steps['train']) == 4
