@@ -135,15 +135,16 @@ CALLBACKS = [
 def recipe_case(name):
     "A recipe at its smallest"
     r = recipes()[name]
-    if r.learner == 'hf':
+    kind = type(r).__name__
+    if kind == 'Transformer':
         changes, kwargs = dict(TEXTS), dict(SORTED) if r.loader != 'packed' else {}
         if r.loader == 'packed': changes |= dict(max_tokens=128)
         if r.best: changes |= dict(target=None)
-    elif r.learner == 'rnn': changes, kwargs = dict(WORDS), {}
+    elif kind == 'LanguageModel': changes, kwargs = dict(WORDS), {}
     else: changes, kwargs = dict(DIGITS if r.data == 'digits' else PHOTOS), {}
     changes.pop('arch', None)
     if r.compile: changes['compile'] = False  # cannot be pretended
-    if r.augment in ('items', 'once', 'bulk'): changes['workers'] = 0  # many short-lived processes take longer than what they do
+    if kind == 'Small' and r.augment in ('items', 'once', 'bulk'): changes['workers'] = 0  # many short-lived processes take longer than what they do
     if r.precision != 'fp32' and r.opt == 'adam':  # fastai's reads whether gradients are finite
         kwargs |= dict(expect=kwargs.get('expect', 0)+2, allow=(*kwargs.get('allow', ()), 'amp.py'))
     return Case(name, name, changes, **kwargs)

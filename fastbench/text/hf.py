@@ -44,7 +44,7 @@ _layout = ('position_ids', 'cu_seq_lens', 'lengths', 'max_length')  # of a packe
 
 class HFModel(nn.Module):
     "A model of transformers, called with the dict of a batch"
-    source,fresh,pad_is_word = None,(),False
+    source,fresh,pad_is_word,pads_left = None,(),False,False
     def __init__(self, hf, # A `PreTrainedModel` with a head
                  per_token:bool=False, # The head works on single tokens, which matters for packed batches
         ):
@@ -65,7 +65,10 @@ class HFModel(nn.Module):
         "The model's own call, or the packed one"
         if 'cu_seq_lens' in x: return packed_call(self.hf, {k: v for k,v in x.items() if k in self.takes or k in _layout}, self.per_token)
         x = {k: v for k,v in x.items() if k in self.takes}
-        return self.hf(**(self.told_apart(x) if self.pad_is_word and 'attention_mask' in x else x), **self.more)
+        if 'attention_mask' in x:
+            if self.pad_is_word: x = self.told_apart(x)
+            if self.pads_left: x = self.counted(x)
+        return self.hf(**x, **self.more)
 
     def logits(self, out, x):
         if 'start_logits' not in out: return out.logits
@@ -103,6 +106,16 @@ def _pad_with_a_word(self:HFModel):
     self.hf.base_model.register_forward_pre_hook(_given_back, with_kwargs=True)
     e = self.hf.get_input_embeddings()
     if getattr(e, 'padding_idx', None) == self.config.pad_token_id: e.padding_idx = None
+
+# %% ../../nbs/24_text.hf.ipynb #699b4237
+@patch
+def counted(self:HFModel, x # Keys of a padded batch
+    )->dict: # The same, with `position_ids` where the model takes them
+    "A batch whose positions begin at each text's first token"
+    if 'position_ids' not in self.takes or 'position_ids' in x: return x
+    first,mask = first_position(self.hf.base_model),x['attention_mask']
+    places = (mask.cumsum(1) - 1).clamp(min=0) + first
+    return {**x, 'position_ids': places.masked_fill(mask == 0, first-1) if first else places}
 
 # %% ../../nbs/24_text.hf.ipynb #e144d470
 @patch(as_prop=True)
@@ -232,6 +245,7 @@ def _finish(hf, tokenizer, source, fresh):
             warnings.warn(f'the tokenizer has {len(t):,} tokens and the model {n:,}: {len(t)-n:,} embeddings were added, random', stacklevel=4)
             with hf_quiet(): hf.resize_token_embeddings(len(t))
     model = HFModel(hf)
+    model.pads_left = getattr(tokenizer, 'padding_side', None) == 'left'
     if tokenizer is not None and pad_is_word(tokenizer): model._pad_with_a_word()
     model.source,model.fresh = source,fresh
     return model

@@ -19,7 +19,7 @@ from ..download import DataUnavailable, build_folder
 from ..recipe import UserError
 from . import lm, qa, seq2seq, tokens # their tasks register themselves
 from .hf import hf_model, hf_quiet
-from .check import CheckPacked, check_packed
+from .check import CheckPacked, check_packed, check_padding
 from .dataset import TextDataset
 from .loader import TextDL
 from .packed import fast_attention
@@ -99,6 +99,7 @@ def hf_learner(dls, # `DataLoaders` of texts, with a tokenizer
     packed = getattr(dls.train, 'loader', None) == 'packed'
     if ours or packed and attn is None: fast_attention(m.hf, 'values' if ours == 'fastbench_values' else 'weights')
     if packed: check_packed(m.hf, task.per_token)
+    else: check_padding(m)
     if task.vocab: m.config.id2label,m.config.label2id = dict(enumerate(map(str, task.vocab))),{str(o): i for i,o in enumerate(task.vocab)}
     learn = HFLearner(dls, m, loss_func=loss_func or task.loss_func(), metrics=task.metrics() if metrics is None else metrics, splitter=splitter, lr=lr,
                       train_bn=train_bn, **kwargs)
@@ -125,7 +126,7 @@ def export(self:HFLearner, folder='export' # Where to; relative to `learn.path`
         raise UserError(f'{dest} holds something else than an exported Learner, and is left alone: name another folder')
     info = dict(format=_format, fastbench=fastbench.__version__, task=self.task.name, settings=_jsonable(self.task), weights=self.weights,
                 max_length=_max_length(self.dls), pad_to_multiple_of=getattr(tokens, 'pad_to_multiple_of', None), pairs=_pairs(self.dls),
-                cols=_cols(self.dls))
+                cols=_cols(self.dls), padding_side=self.dls.tokenizer.padding_side)
     def fill(tmp):
         with hf_quiet(): self.model.hf.save_pretrained(tmp)
         self.dls.tokenizer.save_pretrained(tmp)
@@ -151,6 +152,7 @@ def load_hf_learner(folder, # What `export` wrote
         if not (folder/o).is_file() and not (o == 'model.safetensors' and (folder/f'{o}.index.json').is_file()):
             raise DataUnavailable(f'{folder} is not complete: {o} is missing. Export the Learner again')
     tok = _tokenizer(folder)
+    tok.padding_side = info.get('padding_side', tok.padding_side)
     model = hf_model(folder, task.head, task.n_out, tok)
     if model.fresh: raise DataUnavailable(f'{folder/"model.safetensors"} lacks {len(model.fresh)} tensors ({model.fresh[0]}): it is damaged, or of another task')
     tokens = BatchTokenizer(tok, info['max_length'], info['pad_to_multiple_of'])
