@@ -180,7 +180,7 @@ def from_head(text:str, # The beginning of what `to_json` wrote
     end = text.find(', "profile": ')
     try: d = json.loads(f'{text[:end]}}}') if end > 0 else {}
     except (ValueError, RecursionError): return None
-    if not _before <= d.keys() or d['schema'] > SCHEMA or not isinstance(d['pace'], dict): return None
+    if not _before <= d.keys() or d['schema'] != SCHEMA or not isinstance(d['pace'], dict): return None
     run = _run_of(d, name)
     run._pace = {k: v for k,v in d['pace'].items() if type(v) in (int, float)}
     return run

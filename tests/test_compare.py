@@ -176,7 +176,7 @@ def test_a_side_that_mixes_is_no_side():
 
 def test_names_seeds_and_older_runs_do_not_matter():
     b = side(1, name='another')
-    for o in b: del o.recipe['bptt']  # a field that an older fastbench did not have
+    for o in b: del o.recipe['ema']  # a field that an older fastbench did not have
     assert not compare(side(), b).differences
     assert 'seeds differ' in str(compare(side(), side(1)[:9])) and 'seeds differ' not in str(compare(side(), side(1)))
 

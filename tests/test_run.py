@@ -14,7 +14,7 @@ import torch
 import fastbench.run as module
 from fastbench.callback.timed import TimedLoader
 from fastbench.phases import LEAVES, from_dict
-from fastbench.recipe import UserError, get_recipe, recipes
+from fastbench.recipe import UserError, as_dict, get_recipe, recipes
 from fastbench.record import from_json, plain
 from fastbench.learner import bench_learner
 from fastbench.run import run_recipe
@@ -44,7 +44,7 @@ def run(told):
 # What it says
 
 def test_recipe_as_really_run(run):
-    want = plain(vars(get_recipe('digits-xresnet18', epochs=2, batches=2, workers=0, bs=32, size=8, sample=.2, seed=8)))
+    want = plain(as_dict(get_recipe('digits-xresnet18', epochs=2, batches=2, workers=0, bs=32, size=8, sample=.2, seed=8)))
     assert run.recipe == want | dict(min_scale=1., flip=0.)  # as suits the digits
     assert (run.repeat, run.seed, run.recipe['seed'], run.data['seed']) == (3, 8, 8, 8)
     assert run.status == 'ok' and run.error is None and run.seconds > 0 and run.schema == 1 and set(run.extra) == {'noise'}

@@ -81,7 +81,7 @@ def test_a_field_of_the_wrong_kind_is_named(field, tmp_path):
 
 def test_schemas():
     for bad in (0, -1, True, '1', 1.): pytest.raises(UserError, from_json, json.dumps(make().as_dict() | dict(schema=bad))).match('no Run')
-    pytest.raises(UserError, from_json, json.dumps(make().as_dict() | dict(schema=2)), 'new.json').match(r'new\.json has schema 2.*upgrade')
+    pytest.raises(UserError, from_json, json.dumps(make().as_dict() | dict(schema=3)), 'new.json').match(r'new\.json has schema 3.*upgrade')
     later = from_json(json.dumps(make().as_dict() | dict(joules=12, extra=[1])))
     assert later.extra == dict(joules=12, extra=[1]) and strict(later.to_json())['joules'] == 12
     pytest.raises(UserError, from_json, json.dumps(make().as_dict() | dict(status='great'))).match('great')

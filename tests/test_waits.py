@@ -183,7 +183,7 @@ def learner(case, gpu, device='cuda'):
 @contextmanager
 def kernels(case, monkeypatch):
     "What packed batches need of a GPU: its attention, which asks for 16 bits where autocast makes them"
-    if 'packed' not in (case.changes.get('loader'), recipes()[case.recipe].loader):
+    if 'packed' not in (case.changes.get('loader'), getattr(recipes()[case.recipe], 'loader', None)):
         yield
         return
     @contextmanager
