@@ -1912,6 +1912,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastbench.text.order.check_budget': ('text.order.html#check_budget', 'fastbench/text/order.py'),
                                       'fastbench.text.order.cut': ('text.order.html#cut', 'fastbench/text/order.py'),
                                       'fastbench.text.order.epoch': ('text.order.html#epoch', 'fastbench/text/order.py'),
+                                      'fastbench.text.order.first_fit': ('text.order.html#first_fit', 'fastbench/text/order.py'),
                                       'fastbench.text.order.windowed': ('text.order.html#windowed', 'fastbench/text/order.py')},
             'fastbench.text.packed': { 'fastbench.text.packed.Bounds': ('text.packed.html#bounds', 'fastbench/text/packed.py'),
                                        'fastbench.text.packed.Bounds.__init__': ( 'text.packed.html#bounds.__init__',

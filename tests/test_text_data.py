@@ -104,6 +104,20 @@ def test_every_text_once_in_every_epoch(tok, texts, kind, workers, cache):
         assert len(got) == n and flat(got) == ids_of(tok, texts)
 
 
+@pytest.mark.parametrize('max_tokens,max_length,group', [(64, 32, 32), (100, 50, 32), (300, 100, 8)])
+def test_a_first_epoch_has_the_batches_that_were_told(tok, max_tokens, max_length, group):
+    "Some texts have more tokens than their characters promise"
+    rng = random.Random(0)
+    def some(n): return ' '.join(rng.choices(WORDS, k=n))
+    def dense(n): return ' '.join(''.join(rng.choices(WORDS, k=3)) for _ in range(n))
+    texts = [(some if rng.random() < .75 else dense)(int(math.exp(rng.gauss(3, .8)))+1) for _ in range(400)]
+    for seed in range(8):
+        dl = TextDL(texts, tok, max_tokens=max_tokens, max_length=max_length, loader='packed', shuffle=True, seed=seed, group=group)
+        n = len(dl)
+        got = drawn(dl)
+        assert len(got) == n and flat(got) == ids_of(tok, texts, max_length)
+
+
 @pytest.mark.parametrize('kind', ['budget', 'packed'])
 def test_no_batch_is_over_the_budget(tok, texts, kind):
     dl = TextDL(texts, tok, max_tokens=600, loader=kind, shuffle=True, seed=1, group=4)

@@ -20,7 +20,7 @@ from fastcore.foundation import L
 from ..recipe import UserError, unknown
 from ..transfer import batches_on
 from .dataset import ShowsTexts, TextDataset
-from .order import check_budget, cut, epoch, kinds
+from .order import check_budget, cut, epoch, first_fit, kinds
 from .tokenize import BatchTokenizer, TokenCache
 
 # %% ../../nbs/22_text.loader.ipynb #ae952315
@@ -230,10 +230,10 @@ def _again(self:TextDL, batches, extra, last, longest_first):
     idxs = np.concatenate(batches if extra is None else [extra, *batches])
     if self.loader != 'packed': idxs = idxs[np.argsort(-n[idxs], kind='stable')]
     if self.loader != 'sorted': check_budget(n[idxs], self.max_tokens)
-    ends = [*cut(n[idxs], self.loader, self.bs, self.max_tokens), len(idxs)]
+    res = np.split(idxs, cut(n[idxs], self.loader, self.bs, self.max_tokens))
+    if len(res) > k and self.loader == 'packed': res = [idxs[o] for o in first_fit(n[idxs], self.max_tokens)]
     extra = None
-    if len(ends) > k and not last: idxs,extra,ends = idxs[:ends[k-1]],idxs[ends[k-1]:],ends[:k]
-    res = np.split(idxs, ends[:-1])
+    if len(res) > k and not last: res,extra = res[:k],np.concatenate(res[k:])
     while len(res) < k and max(map(len, res)) > 1:
         i = max(range(len(res)), key=lambda i: len(res[i]))
         res[i:i+1] = np.array_split(res[i], 2)
