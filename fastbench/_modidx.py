@@ -1873,6 +1873,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastbench.text.loader.TextDL._batch': ( 'text.loader.html#textdl._batch',
                                                                                 'fastbench/text/loader.py'),
                                        'fastbench.text.loader.TextDL._draw': ('text.loader.html#textdl._draw', 'fastbench/text/loader.py'),
+                                       'fastbench.text.loader.TextDL._estimated': ( 'text.loader.html#textdl._estimated',
+                                                                                    'fastbench/text/loader.py'),
                                        'fastbench.text.loader.TextDL._know': ('text.loader.html#textdl._know', 'fastbench/text/loader.py'),
                                        'fastbench.text.loader.TextDL._lay_out': ( 'text.loader.html#textdl._lay_out',
                                                                                   'fastbench/text/loader.py'),

@@ -60,7 +60,7 @@ class TextDL(ShowsTexts, TfmdDL):
         self.loader,self.max_tokens,self.seed,self.window,self.group,self.finish,self.task = loader,max_tokens,seed,window,group,finish,task
         self.rank,self.world_size = rank_distrib() if rank is None else rank,num_distrib() or 1 if world_size is None else world_size
         if seed is not None: self.rng = random.Random(seed)
-        self._plan,self._items = None,{}
+        self._plan,self._guess,self._items = None,None,{}
         self._measure()
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(self.room, self.tokens.keys if cache and self.tokens.direct else ())
 
@@ -115,11 +115,17 @@ def lengths(self:TextDL,
 
 # %% ../../nbs/22_text.loader.ipynb #c06a19b9
 @patch
+def _estimated(self:TextDL):
+    "Lengths as the first epoch saw them: where that one was cut off does not change the next"
+    if self._guess is None: self._guess = self.lengths()
+    return self._guess
+
+@patch
 def _lay_out(self:TextDL):
     known = bool(self.cache.n.all())
     if not known and (not self.shuffle or self.world_size > 1) and self.loader != 'random': known = self.lengths(exact=True) is not None
     loose = not known and self.loader != 'random'
-    n = self.lengths() if known or loose else self.cache.n
+    n = self._estimated() if loose else self.lengths() if known else self.cache.n
     if loose and self.loader != 'sorted': n = np.minimum(np.ceil(n*1.06).astype(np.int64), np.minimum(self.room, max(1, self.max_tokens or 1)))
     rng = np.random.default_rng(self._draw()) if self.shuffle else None
     n = self.tokens.length(n) if self.loader in ('sorted', 'budget') else n
