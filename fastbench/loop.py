@@ -127,7 +127,7 @@ def all_batches(self:FastLoop):
     self._known = {}
     try:
         self.n_iter = len(self.dl)
-        for o in enumerate(self.draw_batches(self.dl)): self.one_batch(*o)
+        for i,b in enumerate(self.draw_batches(self.dl)): self.one_batch(i, b)  # a tuple of both would hold a batch for two steps more
     finally: self._known = None
 
 @patch

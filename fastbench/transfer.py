@@ -102,6 +102,7 @@ def batches_on(batches, # An iterable of batches
 # %% ../nbs/10_transfer.ipynb #88e672aa
 class CopiesAhead:
     "Lets a `DataLoader` of fastai, the base after this one, copy its batches by `batches_on`"
+    copies_ahead = True # Is the next batch on a GPU while one is computed?
     def __iter__(self): return fastai_batches(self, batches_on)
 
 # %% ../nbs/10_transfer.ipynb #5e5963a9

@@ -1,16 +1,19 @@
 "Plain loaders of fastai: our loop copies them to a GPU ahead and without a wait, fastai's loop as ever, and the profiler changes neither"
 import pytest
 import torch
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.data.core import DataLoaders, TfmdDL
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from torch import nn
 
+import fastbench.batch_size
 import fastbench.callback.profiler
 from fastbench.callback.ranks import RankDL
 from fastbench.loop import FastLoop
+from fastbench.training import BenchLearner
 from fastbench.transfer import CopiesAhead
+from pretend import pretend
 
 CUDA = torch.device('cuda:0')
 
@@ -82,3 +85,41 @@ def test_a_loader_for_ranks_copies_ahead(gpu):
     assert isinstance(dl, CopiesAhead) and not any(waits for waits, _ in seen) and all(o.pinned and not o.blocking for _, copies in seen for o in copies)
     assert len(seen) == len(dl) == 6 and not gpu.races
     assert all(torch.equal(a.cpu(), b) for x, y in zip(dl, want) for a, b in zip(x, y))
+
+
+class Wide(nn.Module):
+    "Next to nothing but its batch"
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 2)
+    def forward(self, x): return self.lin(x[:, :4].float())
+
+
+class Bytes:
+    def __len__(self): return 4000
+    def __getitem__(self, i):
+        if i >= 4000: raise IndexError
+        return torch.full((2**13,), i % 7, dtype=torch.uint8), i % 2
+
+
+class OurDL(CopiesAhead, DataLoader): pass
+
+
+def wide(cls, dl, bs, n):
+    kwargs = dict(device=CUDA, after_batch=lambda b: (b[0].half(), b[1]))
+    dls = DataLoaders(dl(Bytes(), bs=bs, n=n, **kwargs), dl(Bytes(), bs=4, n=8, **kwargs), device=CUDA)
+    learn = cls(dls, Wide().to(CUDA), loss_func=nn.CrossEntropyLoss(), default_cbs=False, cbs=TrainEvalCallback)
+    learn.logger = lambda *_: None
+    return learn
+
+
+@pytest.mark.parametrize('cls,dl', [(BenchLearner, DataLoader), (BenchLearner, OurDL), (Learner, OurDL), (Learner, DataLoader)])
+def test_the_largest_batch_leaves_room_for_what_is_copied_ahead(cls, dl):
+    "What is found trains, and a few more do not: there are three batches at once in a loop that copies ahead"
+    def trains(bs):
+        with pretend(memory=10**7):
+            try: wide(cls, dl, bs, 5*bs).fit(1)
+            except torch.OutOfMemoryError: return False
+        return True
+    with pretend(memory=10**7): bs = wide(cls, dl, 16, 4000).find_batch_size(headroom=0., max=600)
+    assert 100 < bs < 600 and trains(int(bs)) and not trains(int(bs*1.02)+1)

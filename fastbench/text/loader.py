@@ -34,6 +34,7 @@ class Order(list):
 
 class TextDL(ShowsTexts, TfmdDL):
     "A loader of raw texts"
+    copies_ahead = True # Is the next batch on a GPU while one is computed?
     def __init__(self,
         dataset, # A `TextDataset`, a list of texts, or a fastai `Datasets` whose first element is a text
         tokenizer=None, # A `BatchTokenizer`, or what makes one: a tokenizer, a name, a folder
