@@ -9,29 +9,35 @@ __all__ = ['is_oom', 'parse_memory', 'free', 'BatchSize']
 import ctypes, gc, random, re, sys, traceback, warnings
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from itertools import repeat
 from time import perf_counter
 
 import numpy as np
 import psutil
 import torch
 from fastai.callback.channelslast import ChannelsLast
-from fastai.callback.core import Callback, TrainEvalCallback
+from fastai.callback.core import Callback, CancelFitException, TrainEvalCallback
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.training import GradientClip
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import CastToTensor, Learner
 from fastai.optimizer import OptimWrapper
-from fastcore.basics import patch
+from fastai.torch_core import to_device
+from fastcore.basics import noop, patch
+from fasttransform import Pipeline
 
 from .callback.checkpointing import GradientCheckpointing
 from .callback.compiling import Compile
 from .callback.device import indexed
 from .callback.ema import EMACallback
+from .callback.timed import is_plain
 from .environment import memory_limit
+from .loop import FastLoop
 from .memory import PeakMemory
 from .recipe import UserError
 from .training import BenchLearner
+from .transfer import batches_on
 
 # %% ../nbs/16_batch_size.ipynb #8a14bf53
 _signs = ("can't allocate memory", 'not enough memory', 'out of memory', 'ALLOC_FAILED', 'Cannot allocate memory',
@@ -175,9 +181,15 @@ def _ends(o):
     if isinstance(o, (tuple, list)): return next((e for x in o if (e := _ends(x)) is not None), None)
     return o.get('cu_seq_lens') if isinstance(o, dict) else None
 
+def _raw(dl):
+    "Of a loader of fastai, one of what it has before it goes to the device"
+    dl = dl.new(num_workers=0, drop_last=False)
+    dl.device,dl.after_batch = None,Pipeline()
+    return dl
+
 def _sample(dl, look=4):
     "The heaviest of a few batches, and how many samples it has"
-    if isinstance(dl, DataLoader): dl = dl.new(num_workers=0, drop_last=False)
+    if isinstance(dl, DataLoader): dl = _raw(dl)
     best = None
     for b,_ in zip(dl, range(look)):
         n = len(next(_tensors(b))) if (ends := _ends(b)) is None else len(ends)-1
@@ -197,18 +209,39 @@ def _again(cb):
     if isinstance(cb, MixedPrecision): new._scaler,new.kwargs = None,{**cb.kwargs, 'init_scale': 1.}  # a skipped step would allocate no optimizer state
     return new
 
-class _Batches(list):
+# %% ../nbs/16_batch_size.ipynb #8e4a6f30
+def _ahead(learn):
+    dl = learn.dls.train
+    return getattr(dl, 'copies_ahead', False) or isinstance(learn, FastLoop) and is_plain(dl)
+
+class _Same:
+    "A batch several times, as the loop of a Learner would get it"
+    def __init__(self, learn, batch, steps=None):
+        dl = learn.dls.train
+        self.batch,self.ahead,self.of_fastai = batch,_ahead(learn),isinstance(dl, DataLoader)
+        self.device,self.finish = (dl.device, dl.after_batch) if self.of_fastai else (None, noop)
+        self.steps = (3 if self.ahead else 2) if steps is None else steps
+
+    def __len__(self): return self.steps
+    def __iter__(self):
+        batches = repeat(self.batch, self.steps and self.steps+2)  # `_Times` ends it: one is drawn after the last step
+        there = batches_on(batches, self.device) if self.ahead else (self._put(b) for b in batches)
+        for b in there: yield self.finish(b)
+    def _put(self, b): return b if self.device is None else to_device(b, self.device)
     def to(self, device): return self
 
+# %% ../nbs/16_batch_size.ipynb #7e48274c
 class _Times(Callback):
     def before_fit(self): self.at = []
     def after_batch(self):
         if next(self.model.parameters()).is_cuda: torch.cuda.synchronize()
         self.at.append(perf_counter())
+    def before_batch(self):
+        if len(self.at) == self.n_iter: raise CancelFitException
 
 def _try(learn, batch):
-    "Two steps on `batch`; seconds of the second"
-    o,dls = learn,DataLoaders(_Batches([batch]*2), _Batches(), device=getattr(learn.dls, 'device', None))
+    "A few steps on `batch`; seconds of the last"
+    o,dls = learn,DataLoaders(_Same(learn, batch), _Same(learn, batch, 0), device=getattr(learn.dls, 'device', None))
     if hasattr(o.dls, 'n_inp'): dls.n_inp = o.dls.n_inp
     cls = BenchLearner if isinstance(o, BenchLearner) else Learner
     new = cls(dls, o.model, loss_func=o.loss_func, opt_func=o.opt_func, lr=o.lr, splitter=o.splitter, wd=o.wd, moms=o.moms, train_bn=o.train_bn,
@@ -217,7 +250,7 @@ def _try(learn, batch):
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         new.fit(1, cbs=times)
-    return times.at[1] - times.at[0]
+    return times.at[-1] - times.at[-2]
 
 # %% ../nbs/16_batch_size.ipynb #e96db039
 class BatchSize(int):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .callback.lean import LeanMetric, LeanRecorder, lean, lean_classes
 from .callback.stamps import FIRST, LAST
+from .transfer import batches_ahead
 
 # %% ../nbs/14_loop.ipynb #f5d9bd46
 _gated = frozenset(_inner_loop)  # the events that `run_train` and `run_valid` switch
@@ -124,8 +125,16 @@ class FastLoop(Learner):
 def all_batches(self:FastLoop):
     "Train or evaluate `self.model` on all the batches of `self.dl`"
     self._known = {}
-    try: super(FastLoop, self).all_batches()
+    try:
+        self.n_iter = len(self.dl)
+        for i,b in enumerate(self.draw_batches(self.dl)): self.one_batch(i, b)  # a tuple of both would hold a batch for two steps more
     finally: self._known = None
+
+@patch
+def draw_batches(self:FastLoop, dl # A loader
+    ): # Iterator
+    "The batches of a loop"
+    return batches_ahead(dl)
 
 @patch
 def one_batch(self:FastLoop, i, # Its number in the epoch

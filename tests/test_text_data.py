@@ -104,6 +104,20 @@ def test_every_text_once_in_every_epoch(tok, texts, kind, workers, cache):
         assert len(got) == n and flat(got) == ids_of(tok, texts)
 
 
+@pytest.mark.parametrize('max_tokens,max_length,group', [(64, 32, 32), (100, 50, 32), (300, 100, 8)])
+def test_a_first_epoch_has_the_batches_that_were_told(tok, max_tokens, max_length, group):
+    "Some texts have more tokens than their characters promise"
+    rng = random.Random(0)
+    def some(n): return ' '.join(rng.choices(WORDS, k=n))
+    def dense(n): return ' '.join(''.join(rng.choices(WORDS, k=3)) for _ in range(n))
+    texts = [(some if rng.random() < .75 else dense)(int(math.exp(rng.gauss(3, .8)))+1) for _ in range(400)]
+    for seed in range(8):
+        dl = TextDL(texts, tok, max_tokens=max_tokens, max_length=max_length, loader='packed', shuffle=True, seed=seed, group=group)
+        n = len(dl)
+        got = drawn(dl)
+        assert len(got) == n and flat(got) == ids_of(tok, texts, max_length)
+
+
 @pytest.mark.parametrize('kind', ['budget', 'packed'])
 def test_no_batch_is_over_the_budget(tok, texts, kind):
     dl = TextDL(texts, tok, max_tokens=600, loader=kind, shuffle=True, seed=1, group=4)
@@ -138,6 +152,17 @@ def test_order_depends_on_the_seed_alone(tok, texts):
     len(dl)
     dl.rng = random.Random(1)  # as fastai's users do
     assert drawn(dl) == a[0]
+
+
+@pytest.mark.parametrize('kind', kinds)
+def test_where_an_epoch_was_cut_off_does_not_change_the_next(tok, texts, kind):
+    "A GPU is a batch ahead, loader processes are several: what they have tokenized by then is more"
+    def second(stop, workers=0):
+        dl = TextDL(texts, tok, bs=7, max_tokens=600, loader=kind, shuffle=True, seed=1, group=4, num_workers=workers)
+        for _ in zip(range(stop), dl): pass
+        return drawn(dl)
+    assert second(2) == second(3) == second(9)
+    assert flat(second(2, 2)) == flat(second(2))
 
 
 def test_n_is_honoured(tok, texts):

@@ -52,6 +52,14 @@ def test_the_best_epoch_is_kept(tmp_path, monkeypatch):
     assert all(torch.equal(v, states[1][k]) for k, v in learn.model.state_dict().items()) and not list(tmp_path.iterdir())
 
 
+def test_the_best_epoch_is_kept_of_epochs_cut_short():
+    with_best = TINY | dict(best=True, max_length=32)
+    run = run_recipe('docstrings-distilbert', **with_best | dict(epochs=2), batches=2)
+    assert run.status == 'ok' and [set(o) for o in run.epochs] == [{'train_loss', 'valid_loss', 'accuracy'}]*2, run.error
+    ended = run_recipe('docstrings-distilbert', **with_best, stop=iter([False, True, True]).__next__)  # before there is a best one
+    assert ended.status == 'interrupted', ended.error
+
+
 @pytest.mark.usefixtures('bf16')
 def test_a_test_set_is_looked_at_once():
     run = run_recipe('faster-docstrings-fused', **TINY)

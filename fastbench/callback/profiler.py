@@ -189,7 +189,9 @@ def _arm(self:Profiler):
 def _time_loader(self:Profiler):
     learn,dl = self.learn,self.learn.dl
     def began(): learn.dl = dl
-    learn.dl = TimedLoader(dl, self.watch, began, self._keep if self._options['flops'] and learn.training else None)
+    keep = self._keep if self._options['flops'] and learn.training else None
+    draw = learn.draw_batches if hasattr(type(learn), 'draw_batches') else None  # our own loop's
+    learn.dl = TimedLoader(dl, self.watch, began, keep, draw)
 
 @patch
 def _keep(self:Profiler, b): self._batch = b
@@ -321,7 +323,7 @@ def profile(self:Learner,
     hold:bool=True, # Hold a GPU back in a few steps, to tell computing from waiting for the host
     kernels:bool=False, # Record the kernels (on a CPU: operators) of three steps: `profiler.kernels`
     ): # The Learner
-    "Attach a `Profiler`, or a new one in place of the old; `learn.profiler.results` is the table"
+    "Attach a `Profiler`, or a new one in place of the old; `learn.profiler.results` is the table. Training stays as it was"
     prof = Profiler(trace, trace_steps, flops, keep, hold, kernels)
     return self.remove_cb(Profiler).add_cb(prof)
 

@@ -19,10 +19,11 @@ from fastcore.foundation import L
 from torch import Tensor
 
 from ..recipe import UserError
+from ..transfer import CopiesAhead
 
 # %% ../../nbs/12_callback.ranks.ipynb #89025973
-class RankDL(DistributedDL):
-    "fastai's `DistributedDL`, on any device; no item twice unless `repeats`"
+class RankDL(CopiesAhead, DistributedDL):
+    "fastai's `DistributedDL`, on any device, copied to a GPU ahead; no item twice unless `repeats`"
     repeats,mine = True,None
     def get_idxs(self):
         if self.repeats or self.drop_last: return super().get_idxs()

@@ -20,7 +20,7 @@ from fastcore.foundation import L
 from ..recipe import UserError, unknown
 from ..transfer import batches_on
 from .dataset import ShowsTexts, TextDataset
-from .order import check_budget, cut, epoch, kinds
+from .order import check_budget, cut, epoch, first_fit, kinds
 from .tokenize import BatchTokenizer, TokenCache
 
 # %% ../../nbs/22_text.loader.ipynb #ae952315
@@ -34,6 +34,7 @@ class Order(list):
 
 class TextDL(ShowsTexts, TfmdDL):
     "A loader of raw texts"
+    copies_ahead = True # Is the next batch on a GPU while one is computed?
     def __init__(self,
         dataset, # A `TextDataset`, a list of texts, or a fastai `Datasets` whose first element is a text
         tokenizer=None, # A `BatchTokenizer`, or what makes one: a tokenizer, a name, a folder
@@ -60,7 +61,7 @@ class TextDL(ShowsTexts, TfmdDL):
         self.loader,self.max_tokens,self.seed,self.window,self.group,self.finish,self.task = loader,max_tokens,seed,window,group,finish,task
         self.rank,self.world_size = rank_distrib() if rank is None else rank,num_distrib() or 1 if world_size is None else world_size
         if seed is not None: self.rng = random.Random(seed)
-        self._plan,self._items = None,{}
+        self._plan,self._guess,self._items = None,None,{}
         self._measure()
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(self.room, self.tokens.keys if cache and self.tokens.direct else ())
 
@@ -115,11 +116,17 @@ def lengths(self:TextDL,
 
 # %% ../../nbs/22_text.loader.ipynb #c06a19b9
 @patch
+def _estimated(self:TextDL):
+    "Lengths as the first epoch saw them: where that one was cut off does not change the next"
+    if self._guess is None: self._guess = self.lengths()
+    return self._guess
+
+@patch
 def _lay_out(self:TextDL):
     known = bool(self.cache.n.all())
     if not known and (not self.shuffle or self.world_size > 1) and self.loader != 'random': known = self.lengths(exact=True) is not None
     loose = not known and self.loader != 'random'
-    n = self.lengths() if known or loose else self.cache.n
+    n = self._estimated() if loose else self.lengths() if known else self.cache.n
     if loose and self.loader != 'sorted': n = np.minimum(np.ceil(n*1.06).astype(np.int64), np.minimum(self.room, max(1, self.max_tokens or 1)))
     rng = np.random.default_rng(self._draw()) if self.shuffle else None
     n = self.tokens.length(n) if self.loader in ('sorted', 'budget') else n
@@ -230,10 +237,10 @@ def _again(self:TextDL, batches, extra, last, longest_first):
     idxs = np.concatenate(batches if extra is None else [extra, *batches])
     if self.loader != 'packed': idxs = idxs[np.argsort(-n[idxs], kind='stable')]
     if self.loader != 'sorted': check_budget(n[idxs], self.max_tokens)
-    ends = [*cut(n[idxs], self.loader, self.bs, self.max_tokens), len(idxs)]
+    res = np.split(idxs, cut(n[idxs], self.loader, self.bs, self.max_tokens))
+    if len(res) > k and self.loader == 'packed': res = [idxs[o] for o in first_fit(n[idxs], self.max_tokens)]
     extra = None
-    if len(ends) > k and not last: idxs,extra,ends = idxs[:ends[k-1]],idxs[ends[k-1]:],ends[:k]
-    res = np.split(idxs, ends[:-1])
+    if len(res) > k and not last: res,extra = res[:k],np.concatenate(res[k:])
     while len(res) < k and max(map(len, res)) > 1:
         i = max(range(len(res)), key=lambda i: len(res[i]))
         res[i:i+1] = np.array_split(res[i], 2)

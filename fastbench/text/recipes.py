@@ -7,7 +7,6 @@ __all__ = ['recipe_tokenizer', 'recipe_dls', 'recipe_learner', 'keep_best']
 
 # %% ../../nbs/27_text.recipes.ipynb #d6f61d6b
 import tempfile, warnings
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pandas as pd
@@ -16,6 +15,7 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.data.core import DataLoaders
 from fastai.metrics import accuracy
 
+from ..callback.target import epoch_values
 from ..download import DataUnavailable
 from ..errors import UserError
 from ..recipe import Recipe
@@ -87,10 +87,21 @@ def recipe_learner(r:Recipe, # Model and attention
 
 # %% ../../nbs/27_text.recipes.ipynb #f6362835
 class _SaveModel(SaveModelCallback):
-    "fastai's, without a line for every epoch that is better"
-    name = 'save_model'
+    "fastai's by the name of a value; of epochs that were cut short, too, and without a line for each that is better"
+    name,_kept = 'save_model',False
+    def before_fit(self):
+        super().before_fit()
+        self._kept = False
+
     def after_epoch(self):
-        with redirect_stdout(None): super().after_epoch()
+        value = epoch_values(self.learn).get(self.monitor)
+        self.new_best = value is not None and bool(self.comp(value, self.best))
+        if not self.new_best: return
+        self.best,self._kept = value,True
+        self._save(self.fname)
+
+    def after_fit(self):
+        if self._kept: super().after_fit()
 
 # %% ../../nbs/27_text.recipes.ipynb #fc54679a
 def keep_best(learn, # A Learner with accuracy among its metrics

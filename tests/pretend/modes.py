@@ -35,12 +35,15 @@ def written(args, writes):
     return {id(t) for i in writes if i < len(args) for t in tensors(args[i])}
 
 
-class Factories(TorchFunctionMode):
-    "Functions that are given a device: they make their tensors on the CPU, and the tensors are marked"
+class OfGpu:
+    "A mode of torch, the base after this one, that knows the pretended devices"
     def __init__(self, gpu):
         super().__init__()
         self.gpu = gpu
 
+
+class Factories(OfGpu, TorchFunctionMode):
+    "Functions that are given a device: they make their tensors on the CPU, and the tensors are marked"
     def __torch_function__(self, f, types, args=(), kwargs=None):
         kwargs, gpu = kwargs or {}, self.gpu
         was, gpu.called = gpu.called, not tensors(args)
@@ -82,12 +85,8 @@ def check_generator(gpu, kwargs, args, device=None):
         raise RuntimeError(f"Expected a '{device.type}' device type for generator but found '{g.device.type}'")
 
 
-class Operations(TorchDispatchMode):
+class Operations(OfGpu, TorchDispatchMode):
     "Operations: on which device they are, whether the host waits for them, and where their results are"
-    def __init__(self, gpu):
-        super().__init__()
-        self.gpu = gpu
-
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
         gpu, kwargs = self.gpu, kwargs or {}
         if gpu.paused: return f(*args, **kwargs)
