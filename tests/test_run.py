@@ -47,7 +47,7 @@ def test_recipe_as_really_run(run):
     want = plain(as_dict(get_recipe('digits-xresnet18', epochs=2, batches=2, workers=0, bs=32, size=8, sample=.2, seed=8)))
     assert run.recipe == want | dict(min_scale=1., flip=0.)  # as suits the digits
     assert (run.repeat, run.seed, run.recipe['seed'], run.data['seed']) == (3, 8, 8, 8)
-    assert run.status == 'ok' and run.error is None and run.seconds > 0 and run.schema == 1 and set(run.extra) == {'noise'}
+    assert run.status == 'ok' and run.error is None and run.seconds > 0 and run.schema == 2 and set(run.extra) == {'noise'}
 
 
 def test_data_weights_precision_device(run):
