@@ -10,7 +10,9 @@ __all__ = ['THEME', 'series', 'slow_steps', 'steps_of', 'extremes', 'ceiling', '
 from math import isfinite
 from statistics import median
 
-from .phases import LEAVES, Profile, from_dict, rows, values
+from . import figures
+from .figures import Phases
+from .phases import LEAVES, Profile, values
 from .recipe import UserError
 from .record import Run
 from .table import seconds
@@ -55,9 +57,15 @@ def slow_steps(xs:list, # Seconds
     scale = 1.4826*median(off) or 1.2533*sum(off)/len(off)
     return [x-mid > max(3.5*scale, 1e-9) for x in xs]
 
+def _phases(o):
+    "Of a Run or a Profile, None if there are none"
+    return o if isinstance(o, Phases) else Phases(o) if isinstance(o, Profile) else o.phases if isinstance(o, Run) else None
+
+def _profile(o): return o if isinstance(o, Profile) else getattr(_phases(o), 'profile', None)
+
 def _log(o, phase):
     "The steps of a Run or a Profile, None if there are none"
-    p = o if isinstance(o, Profile) else from_dict(o.profile) if isinstance(o, Run) and o.profile else None
+    p = _profile(o)
     log = p.steps.get(phase) if p else None
     return log if log is not None and len(log) and 'step' in log.columns else None
 
@@ -188,8 +196,8 @@ def step_means(o, # A `Run` or a `Profile`; or what this returned before
     )->dict: # action -> mean seconds of a step; empty where nothing was measured
     "What an average step is made of"
     if isinstance(o, dict): return o
-    p = o if isinstance(o, Profile) else from_dict(o.profile) if o.profile else None
-    return {r['action']: r['mean'] for r in rows(p) if r['phase'] == phase and r['mean']} if p else {}
+    p = _phases(o)
+    return {r['action']: r['mean'] for r in p.rows if r['phase'] == phase and r['mean']} if p else {}
 
 def plot_phases(os, # A `Run` or a `Profile`, or a list of these; or of what `step_means` returned
                 labels=(), # What to call them
@@ -221,10 +229,7 @@ def plot_phases(os, # A `Run` or a `Profile`, or a list of these; or of what `st
 def peaks_of(o # A `Run` or a `Profile`
     )->dict: # host, device: bytes; exact; missing what was not measured
     "The most memory that any fit of a Run held"
-    p = o if isinstance(o, Profile) else from_dict(o.profile) if o.profile else None
-    peaks = [d for d in (p.peaks if p else ()) if isinstance(d, dict)]
-    res = {k: max(d[k] for d in peaks if isinstance(d.get(k), (int, float))) for k in ('host', 'device') if any(isinstance(d.get(k), (int, float)) for d in peaks)}
-    return res | dict(exact=all(d.get('host_exact', True) for d in peaks)) if res else {}
+    return figures.peaks_of(p) if (p := _profile(o)) else {}
 
 def plot_memory(os, # A `Run` or a `Profile`, or a list of these
                 labels=(), # What to call them
