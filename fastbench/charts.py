@@ -12,7 +12,7 @@ from statistics import median
 
 from . import figures
 from .figures import Phases
-from .phases import LEAVES, Profile, values
+from .phases import LEAVES, Profile, outliers, values
 from .recipe import UserError
 from .record import Run
 from .table import seconds
@@ -50,12 +50,8 @@ def _beside(ax, x, y, text): ax.annotate(text, (x, y), (3, 0), textcoords='offse
 # %% ../nbs/43_charts.ipynb #bf6b7a28
 def slow_steps(xs:list, # Seconds
     )->list: # True where a value lies far above the median
-    "Which of `xs` are outliers"
-    if not xs: return []
-    mid = median(xs)
-    off = [abs(x-mid) for x in xs]
-    scale = 1.4826*median(off) or 1.2533*sum(off)/len(off)
-    return [x-mid > max(3.5*scale, 1e-9) for x in xs]
+    "Which of `xs` are outliers above"
+    return [o > 0 for o in outliers(xs)]
 
 def _phases(o):
     "Of a Run or a Profile, None if there are none"

@@ -45,7 +45,7 @@ def _speedup(a, b, key):
     repeats = [i for i,_ in xs]
     paired = repeats == [i for i,_ in ys] and len(set(repeats)) == len(a[0]) == len(b[0]) and _one_place([*a[0], *b[0]])
     v = compare_times([o for _,o in xs], [o for _,o in ys], paired)
-    return dict(ratio=1/v.ratio, low=v.high and 1/v.high, high=v.low and 1/v.low)
+    return dict(zip(('ratio', 'low', 'high'), v.speedup))
 
 def ladder_rows(ladder:Ladder, # Which
                 runs, # `Run`s of its rungs, in any order
