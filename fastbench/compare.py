@@ -13,10 +13,9 @@ from textwrap import wrap
 from .phases import middle
 from .recipe import UserError
 from .record import when
-from .sheet import Sheet
 from .sides import NotComparable, common, differences, load_side, means, run_values, said
 from .store import FOLDER
-from .table import rate, seconds
+from .table import Table, rate, seconds
 from .verdict import MIN_RUNS, compare_times, effect, family, percent, roughly, shown_above, signed, t_quantile
 
 # %% ../nbs/46_compare.ipynb #1e09deba
@@ -85,7 +84,7 @@ def _compare_rows(a, b, at, paired, threshold, level):
     return [row(k, v) for k,v in vs.items()],vs,some,tiny
 
 # %% ../nbs/46_compare.ipynb #4fb12cf5
-class Compared(Sheet):
+class Compared(Table):
     "What `compare` found: rows, notes, differences, accuracy"
     columns = [('phase', 'phase', str), ('action', 'action', str), ('a', 'A', str), ('b', 'B', str), ('change', 'B is', str), ('interval', '95% interval', str), ('verdict', 'verdict', str),
                ('detectable', 'could see', roughly), ('outliers', 'outliers', lambda x: str(x) if x else '')]

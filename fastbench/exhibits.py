@@ -10,8 +10,9 @@ __all__ = ['PHASES', 'Side', 'times', 'figure_of', 'card', 'where_time_goes', 'p
 import json
 from statistics import mean
 
-from .charts import ceiling, curve, peaks_of, plot_accuracy, plot_distribution, plot_memory, plot_phases, plot_timeline, series, step_means, steps_of
+from .charts import ceiling, curve, peaks_of, plot_accuracy, plot_distribution, plot_memory, plot_phases, plot_timeline, step_means, steps_of
 from .page import download, drawn, fold, own, short, table, tag
+from .palette import series
 from .raw import common, epochs_csv, runs_csv, steps_csv
 from .record import STATUSES
 from .table import Table, rate, seconds

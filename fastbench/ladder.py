@@ -12,8 +12,7 @@ from random import Random
 from .phases import middle
 from .precision import warned
 from .recipe import Ladder, UserError, get_ladder, ladders
-from .sheet import Sheet
-from .table import seconds
+from .table import Table, seconds
 from .verdict import compare_times
 
 # %% ../nbs/46_ladder.ipynb #b9fffb45
@@ -75,9 +74,9 @@ def _times(row, key):
     low,high = row[f'{key}_low'],row[f'{key}_high']
     return f'{row[key]:.2f}x' + (f' ({low:.2f} to {high:.2f})' if low else '')
 
-class Climb(Sheet):
+class Climb(Table):
     "The rungs of a ladder with what each took and gained"
-    columns,missing = _columns,dict(seconds='-')
+    columns,missing,left = _columns,dict(seconds='-'),1
     def __init__(self, ladder:Ladder, # Which
                  runs:list, # `Run`s of its rungs
         ):

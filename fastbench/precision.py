@@ -9,8 +9,7 @@ __all__ = ['medians', 'warned', 'precision_rows', 'Precisions', 'plot_precisions
 from .phases import middle
 from .recipe import UserError, published, recipes
 from .record import Run
-from .sheet import Sheet
-from .table import rate, seconds
+from .table import Table, rate, seconds
 
 # %% ../nbs/44_precision.ipynb #296379a7
 _columns = dict(bs='bs', seconds='seconds', trained='samples', samples_per_second='rate', memory='memory', accuracy='accuracy',
@@ -86,7 +85,7 @@ def _times(x): return f'{x:.2f}x'
 
 def _clock(x): return f'{x//3600:.0f}:{x//60%60:02.0f}:{x%60:02.0f}' if x >= 3600 else f'{x//60:.0f}:{x%60:02.0f}'
 
-class Precisions(Sheet):
+class Precisions(Table):
     "fp32 against 16 bits, net by net"
     columns = [('net', 'net', str), ('batch', 'batch', str), ('precision', 'precision', str), ('bs', 'samples', '{:g}'.format), ('seconds', 'fit', lambda x: seconds(x) if x < 100 else _clock(x)),
                ('samples_per_second', 'samples/s', rate), ('memory', 'memory', lambda x: f'{x/1e9:.2f} GB'), ('accuracy', 'accuracy', '{:.2%}'.format),

@@ -12,9 +12,8 @@ from .ladder import Climb, rounds
 from .precision import Precisions, medians, warned
 from .recipe import UserError, expand, get_ladder, get_recipe, ladders, published, suites, unknown
 from .record import plain
-from .sheet import Sheet
 from .store import FOLDER, load
-from .table import rate, seconds
+from .table import Table, rate, seconds
 
 # %% ../nbs/47_suite.ipynb #e241b53e
 def _half(precision): return 'fp32' if precision in (None, 'fp32') else 'fp16'
@@ -59,7 +58,7 @@ def changed(run, # A `Run` of a registered recipe
 _other = 'NOT THE PUBLISHED WORK, so times beside each other say nothing: '
 
 # %% ../nbs/47_suite.ipynb #24fe10ee
-class Suite(Sheet):
+class Suite(Table):
     "A suite's Runs, with the published figures beside them"
     missing,left = dict(seconds='-'),2
     def __init__(self, name:str, # Of the suite
