@@ -10,10 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from fastbench.environment import device_info, environment
+from fastbench.paired import time_rounds
 from fastbench.recipe import get_recipe
 from fastbench.record import Run
 from store import profile
@@ -47,10 +49,7 @@ def main():
         folder = Path(folder)
         fill(folder)
         commands = {'python -c pass': [sys.executable, '-c', 'pass'], '--help': [*fastbench, '--help'], 'list': [*fastbench, 'list'], 'compare of 2 x 10 Runs': [*fastbench, 'compare', 'a', 'b']}
-        for o in commands.values(): took(o, folder)
-        each = {k: [] for k in commands}
-        for _ in range(args.times):
-            for k, o in commands.items(): each[k].append(took(o, folder))
+        each = time_rounds({k: partial(took, o, folder) for k, o in commands.items()}, args.times, back=False)
     ok = True
     for k, xs in each.items():
         bar = '' if k.startswith('python') else f"  bar {BAR} s: {'held' if median(xs) < BAR else 'MISSED'}"

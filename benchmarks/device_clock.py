@@ -4,10 +4,12 @@
 
 There need not be a GPU: events go into a queue that costs nothing and is always empty, so what is measured is our own Python, on fastai's loop, where an action ends at every
 event. `torch.cuda.Event.record` comes on top, some 2 us each; how many a step has is printed, and a GPU says the rest (`fastbench selftest`). One process, fits with and without
-the clock in turn, in random order within a pair. Bar: with 2 us an event 1% of a 10 ms step."""
+the clock there and back (`fastbench.paired`). Bar: with 2 us an event 1% of a 10 ms step."""
 import argparse
 import sys
 import warnings
+from functools import partial
+from statistics import quantiles
 from time import perf_counter
 
 warnings.filterwarnings('ignore')
@@ -16,9 +18,8 @@ import torch
 
 import fastbench.callback.profiler as profiler
 from fastbench.callback.device import DeviceClock
+from fastbench.paired import time_pairs
 from profiler_overhead import fit, learner
-from random import sample
-from statistics import quantiles
 
 RECORD = 2  # us, of an event of CUDA
 
@@ -54,11 +55,8 @@ def main():
         return fit(learn, True)/args.batches*1e6
     for o in (False, True): run(o)
     Queue.records = 0
-    found = []
-    for _ in range(args.pairs):
-        t = {o: run(o) for o in sample((False, True), 2)}
-        found.append(t[True] - t[False])
-    each = Queue.records/args.pairs/args.batches
+    found = [b - a for a, b in time_pairs(partial(run, False), partial(run, True), args.pairs, warm=0)]
+    each = Queue.records/args.pairs/2/args.batches  # there and back
     lo, mid, hi = quantiles(found, n=4)
     cost = mid + RECORD*each
     print(f'device clock: {mid:.0f} us a batch [{lo:.0f}, {hi:.0f}] and {each:.0f} events; with {RECORD} us an event {cost:.0f} us, {cost/100:.2f}% of a 10 ms step, '

@@ -4,34 +4,30 @@
     python benchmarks/gains.py bf16+channels-last --recipe photos-xresnet18 --set size=128 --set bs=16 --bar 2.2
     python benchmarks/gains.py fused --recipe mlp --against foreach --memory
 
-Two Learners of one recipe, without and with the change, train in one process: short blocks of real fit steps in turn, in random order within a
-pair, after a warm-up that is not counted. A pair gives one ratio, of the medians of its steps; the interval is Student's, on the logarithms of the
-pairs' ratios. Batches are drawn once and reused by both sides, so that a slow loader does not blur the ratio: it is the ratio of the training
-step (to-device, forward, loss, backward, optimizer, callbacks), not of a fit. Changes joined with `+` are put on one after another.
+Two Learners of one recipe, without and with the change, train in one process: short blocks of real fit steps there and back, after a warm-up that is
+not counted (`fastbench.paired`). A pair is the seconds of a step of each, the median of its blocks, and the verdict is the library's: 1% does not matter,
+and fewer than 5 pairs are none. Batches are drawn once and reused by both sides, so that a slow loader does not blur the ratio: it is the ratio of the
+training step (to-device, forward, loss, backward, optimizer, callbacks), not of a fit. Changes joined with `+` are put on one after another.
 """
 import argparse
 import platform
-import random
 import subprocess
 import sys
 import warnings
 from ast import literal_eval
-from math import exp, log, sqrt
-from statistics import mean, median, stdev
+from statistics import median
 from threading import Event, Thread
-from time import perf_counter
 
 warnings.filterwarnings('ignore')
 
 import fastai
 import psutil
 import torch
-from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
-from scipy.stats import t as student
 from torch import nn
 
 from fastbench.learner import bench_learner
+from fastbench.paired import at_least, compare_pairs, step_seconds, time_pairs
 from fastbench.recipe import UserError, get_recipe, unknown
 
 
@@ -58,7 +54,8 @@ def _ema(learn):
 def _opt(impl):
     def f(learn):
         from fastbench.optimizer import torch_opt
-        learn.opt_func, learn.opt = torch_opt(learn.recipe.opt, impl, **(dict(mom=.9) if learn.recipe.opt == 'sgd' else {})), None
+        name = learn.recipe.opt.rpartition('_')[2]  # a recipe's may be fused already
+        learn.opt_func, learn.opt = torch_opt(name, impl, **(dict(mom=.9) if name == 'sgd' else {})), None
     return f
 
 CHANGES = {
@@ -76,6 +73,9 @@ CHANGES = {
     'ema': _ema,
     'checkpointing': _checkpointing,
 }
+
+
+SHOWN = {True: 'the interval lies above it', False: 'the interval lies below it', None: 'the interval holds it'}
 
 
 # The two sides
@@ -123,51 +123,11 @@ def _value(v):
     except (ValueError, SyntaxError): return v
 
 
-class Stamps(Callback):
-    "When each step was over: on the host's clock, or in the device's queue"
-    order = 1000
-    def before_fit(self): self.stamps = []
-    def after_batch(self):
-        if not self.training: return
-        if self.loss.is_cuda:
-            e = torch.cuda.Event(enable_timing=True)
-            e.record()
-        else: e = perf_counter()
-        self.stamps.append(e)
-
-    def seconds(self):
-        if self.stamps and not isinstance(self.stamps[0], float):
-            torch.cuda.synchronize()
-            return [a.elapsed_time(b)/1e3 for a, b in zip(self.stamps, self.stamps[1:])]
-        return [b-a for a, b in zip(self.stamps, self.stamps[1:])]
-
-
-def block(learn, warm):
-    "Seconds of a step: the median of a short fit, its first steps left out"
-    stamps = Stamps()
-    learn.fit(1, cbs=stamps)
-    return median(stamps.seconds()[max(warm-1, 0):])
-
-
 def compare(a, b, args):
     "Seconds a step of both sides, a pair a row"
-    sides = [make(o, args) for o in (a, b)]
-    for o in sides:
-        for _ in range(2): block(o, args.warm)  # compilation, allocators, caches
-    res = []
-    for i in range(args.pairs):
-        t = {}
-        for j in random.sample((0, 1), 2): t[j] = block(sides[j], args.warm)
-        res.append((t[0], t[1]))
-        if sys.stderr.isatty(): print(f'\r{i+1}/{args.pairs}', end='', file=sys.stderr)
-    return res
-
-
-def interval(pairs, level=.95):
-    "Ratio (geometric mean) of the pairs and its interval"
-    logs = [log(a/b) for a, b in pairs]
-    half = student.ppf((1+level)/2, len(logs)-1)*stdev(logs)/sqrt(len(logs))
-    return [exp(mean(logs)+o) for o in (0, -half, half)]
+    def tell(i):
+        if sys.stderr.isatty(): print(f'\r{i}/{args.pairs}', end='', file=sys.stderr)
+    return time_pairs(make(a, args), make(b, args), args.pairs, skip=args.warm, warm=1, seed=None, tell=tell)  # before: compilation, allocators, caches
 
 
 # Memory: each side in a process of its own, where the peak is only its own
@@ -180,7 +140,7 @@ def memory_of(change, args):
     def look():
         while not done.wait(.002): peak[0] = max(peak[0], process.memory_info().rss - before)
     if device.type != 'cuda': Thread(target=look, daemon=True).start()
-    block(learn, args.warm)
+    step_seconds(learn, args.warm)
     done.set()
     return torch.cuda.max_memory_allocated(device) if device.type == 'cuda' else peak[0]
 
@@ -218,13 +178,12 @@ def main():
     try:
         if args.recipe != 'mlp': get_recipe(args.recipe)
         if args.memory_of: return print(memory_of(args.change, args))
-        random.seed()
         pairs = compare(args.against, args.change, args)
     except UserError as e: sys.exit(f'gains: {e}')
-    ratio, lo, hi = interval(pairs)
-    verdict = 'faster' if lo > 1 else 'slower' if hi < 1 else 'cannot tell'
+    verdict = compare_pairs(pairs)
+    ratio, lo, hi = verdict.speedup
     against = '' if args.against == 'nothing' else f' against {args.against}'
-    print(f"{args.change}{against} on {' '.join([args.recipe, *args.set])}: {verdict} {ratio:.2f}x [{lo:.2f}, {hi:.2f}]; "
+    print(f"{args.change}{against} on {' '.join([args.recipe, *args.set])}: {verdict.verdict} {ratio:.2f}x [{lo:.2f}, {hi:.2f}]; "
           f'{1e3*median(a for a, _ in pairs):.3g} -> {1e3*median(b for _, b in pairs):.3g} ms a step, {args.pairs} pairs of {args.steps} steps')
     if args.memory:
         argv = [x for k in ('recipe', 'device', 'steps', 'warm', 'draw') if getattr(args, k) is not None for x in (f'--{k}', str(getattr(args, k)))]
@@ -232,7 +191,7 @@ def main():
         got = [memory(o, argv) for o in (args.against, args.change)]
         print('peak memory of training: ' + ' -> '.join('unknown' if o is None else f'{o/2**20:,.0f} MiB' for o in got))
     print(machine())
-    if args.bar: print(f'bar {args.bar}x: {"reached" if ratio >= args.bar else "MISSED"}')
+    if args.bar: print(f'bar {args.bar}x: {"reached" if ratio >= args.bar else "MISSED"}, {SHOWN[at_least(pairs, args.bar)]}')
     sys.exit(int(bool(args.bar) and ratio < args.bar))
 
 

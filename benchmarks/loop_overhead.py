@@ -5,7 +5,7 @@
 The digits of scikit-learn, a network of three linear layers (64-256-256-10), batches of 64, AdamW; every loop gets the same list of batches, so that no loader
 is measured. fastai's and ours train with their default callbacks (train/eval, recorder, progress bar); "one-cycle" is their
 `fit_one_cycle` and PyTorch's `OneCycleLR`. One process, one thread; in every round each loop runs beside the
-one that it is set against, first and last or twice between, so that a machine which grows slower or faster meanwhile does not blur the ratio. Peers that are not installed are left
+one that it is set against, first and last or twice between (`fastbench.paired`), so that a machine which grows slower or faster meanwhile does not blur the ratio. Peers that are not installed are left
 out and named: pip install lightning accelerate transformers.
 Bars: ours with a fused optimizer at most 1.15 times and 70 us a batch above the raw loop with the same optimizer; the profiler at most 10 us a batch.
 """
@@ -37,6 +37,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import fastbench.callback.profiler  # noqa: F401  (adds Learner.profile)
 from fastbench.loop import FastLoop
 from fastbench.optimizer import fused_adamw
+from fastbench.paired import time_pairs
 
 LR, WD = 1e-3, .01
 
@@ -151,19 +152,18 @@ def loops(b):
 
 def measure(loops, against, rounds, n):
     "name -> a pair a round, seconds a batch of this loop and of the one that it is set against, which ran beside it: first and last, or twice between"
-    res,fresh = {k: [] for k in against},mlp().state_dict()
+    res, fresh, rng = {k: [] for k in against}, mlp().state_dict(), random.Random(0)
+    def run(name):
+        fit, model = loops[name][:2]
+        model.load_state_dict(fresh)  # no loop gets further than another
+        start = perf_counter()
+        fit()
+        return (perf_counter() - start)/n
     with open(os.devnull, 'w') as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
         for i in range(rounds + 1):
-            for k in random.sample(list(against), len(against)):
-                order = [k, against[k]]
-                random.shuffle(order)
-                t = {o: 0. for o in order}
-                for o in order + order[::-1]:
-                    loops[o][1].load_state_dict(fresh)  # no loop gets further than another
-                    start = perf_counter()
-                    loops[o][0]()
-                    t[o] += (perf_counter() - start)/n/2
-                if i: res[k].append((t[k], t[against[k]]))  # the first round warms up
+            for k in rng.sample(list(against), len(against)):
+                pairs = time_pairs(partial(run, k), partial(run, against[k]), 1, warm=0, seed=rng)
+                if i: res[k] += pairs  # the first round warms up
     return res
 
 
@@ -174,7 +174,6 @@ def main():
     parser.add_argument('--only', action='store_true', help='only what has a bar: ours with a fused optimizer, without and with the profiler')
     args = parser.parse_args()
     torch.set_num_threads(1)
-    random.seed(0)
     all_loops, missing = loops(batches(args.batches))
     plain, profiled = 'fastbench, fused', 'fastbench, fused, profiled'
     def reference(k): return plain if k == profiled else 'raw' + ', fused'*('fused' in k) + ', one-cycle'*('one-cycle' in k)

@@ -2,14 +2,14 @@
 
     python benchmarks/profiler_overhead.py
 
-One process, fits with and without the profiler in turn, in random order within a pair. The cost is the median difference of the pairs; the
+One process, fits with and without the profiler there and back (`fastbench.paired`). The cost is the median difference of the pairs; the
 quartiles beside it show how quiet the machine was.
 Bars: 50 us a batch on the host, 1% of a 10 ms step.
 """
 import argparse
-import random
 import sys
 import warnings
+from functools import partial
 from statistics import median, quantiles
 from time import perf_counter
 
@@ -21,6 +21,7 @@ from fastai.learner import Learner
 from torch import nn
 
 import fastbench.callback.profiler  # noqa: F401  (adds Learner.profile)
+from fastbench.paired import time_pairs
 
 
 class Net(nn.Module):
@@ -55,13 +56,7 @@ def fit(learn, profiled):
 def pairs(n, seconds, k):
     "k pairs of seconds: (without, with)"
     learn = learner(n, seconds)
-    for o in (False, True): fit(learn, o)
-    res = []
-    for _ in range(k):
-        order = random.sample((False, True), 2)
-        t = {o: fit(learn, o) for o in order}
-        res.append((t[False], t[True]))
-    return res
+    return time_pairs(partial(fit, learn, False), partial(fit, learn, True), k)
 
 
 def report(name, pairs, f, bar, unit):
@@ -77,7 +72,6 @@ def main():
     parser.add_argument('--batches', type=int, default=200)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    random.seed(0)
     n = args.batches
     short = pairs(n, 0., args.pairs)
     print(f'a batch without the profiler: {1e6*median(a for a, _ in short)/n:.0f} us')

@@ -6,17 +6,17 @@ Lengths of IMDB's reviews, cut at 512 tokens; random weights (they cost what pub
 many tokens as 16 texts have on average). What a batch costs depends on its lengths, so a round draws few batches that stand for all: the order of an epoch is cut into as many parts as a candidate
 has batches in a round, batches ranked by what they cost (a part's middle, moved by the round's number), one of each part is timed, and the mean of the parts times the number of batches is an
 epoch. Of a batch every second text is computed, padded to the width of all: work grows with the texts, and what
-does not (gradients set to zero, the embedding's own) counts twice on each side, against the faster one. Candidates take turns within a round; ratios are of one round, the interval is that of their logarithms (t). One process. It ends with the round in which `--seconds` are over,
+does not (gradients set to zero, the embedding's own) counts twice on each side, against the faster one. Candidates take turns within a round, in drawn order (`fastbench.paired`); ratios are of one round, judged as pairs of Runs are. One process. It ends with the round in which `--seconds` are over,
 after two at least. Bar: the last at least 4 times as fast as random batches with the same regularisation (`values`: dropout of rows of the values, of the same strength;
 `weights` is dropout as published; `kept`: with `KeepMemory`, whose first batch of a fit, which fetches the memory, is not timed; `onednn`: with `OneDNNLinear`).
 """
 import argparse
-import math
+import itertools
 import os
 import random
-import statistics
 import time
 import warnings
+from statistics import mean, median
 
 os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')  # threads that wait do not spin: on busy cores that takes the time of those that work
@@ -24,7 +24,6 @@ warnings.filterwarnings('ignore')
 
 import numpy as np
 import torch
-from scipy import stats
 from transformers import AutoTokenizer  # noqa: F401  (its import takes its time here, not in a round)
 
 from fastai.data.core import DataLoaders
@@ -33,6 +32,7 @@ from fastcore.basics import noop
 
 from fastbench.callback.keepmemory import KeepMemory
 from fastbench.callback.onednn import OneDNNLinear
+from fastbench.paired import at_least, compare_pairs, time_rounds
 from fastbench.text.hf import hf_model
 from fastbench.text.order import epoch
 from fastbench.text.packed import fast_attention, packed_call
@@ -98,26 +98,27 @@ def main():
             hf.zero_grad()
             (packed_call(hf, x) if kind == 'packed' else hf(**x)).logits.float().sum().backward()
             took.append((time.perf_counter() - t)*len(orders[kind][i])/len(orders[kind][i][::SHARE]))
-        return statistics.mean(took)*len(orders[kind])
+        return mean(took)*len(orders[kind])
 
-    for name, kind, attn in sides: once(name, kind, attn, [0])  # warm-up, on the shortest
-    took, last, rounds = {name: [] for name, *_ in sides}, 0., 0
-    while rounds < a.rounds and (rounds < 2 or time.perf_counter() - began + last < a.seconds):
-        t = time.perf_counter()
-        for name, kind, attn in random.sample(sides, len(sides)):
-            k, n, shift = drawn[kind], len(orders[kind]), (.5, .25, .75)[rounds % 3]
-            took[name].append(once(name, kind, attn, [int((i + shift)*n/k) for i in range(k)]))
-        last, rounds = time.perf_counter() - t, rounds + 1
+    def work(name, kind, attn):
+        "Each time other batches that stand for all; first, to warm up, the shortest"
+        k, n, times = drawn[kind], len(orders[kind]), itertools.count(-1)
+        def run():
+            at = next(times)
+            return once(name, kind, attn, [0] if at < 0 else [int((i + (.5, .25, .75)[at % 3])*n/k) for i in range(k)])
+        return run
+
+    took = time_rounds({o[0]: work(*o) for o in sides}, a.rounds, back=False, budget=a.seconds - (time.perf_counter() - began))
+    rounds = len(took['random, weights'])
     print(f'{a.arch}, {a.texts:,} texts, {lengths.mean():.0f} tokens on average, {a.threads} threads, {rounds} rounds; an epoch by its mean batch')
-    ratio, low, high = {}, {}, {}
+    pairs = {name: list(zip(took['random, weights'], took[name])) for name, *_ in sides}
     for name, *_ in sides:
-        r = [math.log(x/y) for x, y in zip(took['random, weights'], took[name])]
-        m, half = statistics.mean(r), stats.t.ppf(.975, len(r)-1)*statistics.stdev(r)/math.sqrt(len(r)) if len(r) > 1 else math.nan
-        ratio[name], low[name], high[name] = math.exp(m), math.exp(m-half), math.exp(m+half)
-        print(f'  {name:29} {statistics.median(took[name])/60:7.1f} min  {ratio[name]:5.2f}x [{low[name]:.2f}, {high[name]:.2f}]')
+        ratio, low, high = compare_pairs(pairs[name]).speedup
+        inside = '' if low is None else f' [{low:.2f}, {high:.2f}]'
+        print(f'  {name:29} {median(took[name])/60:7.1f} min  {ratio:5.2f}x{inside}')
     o = 'packed, values, kept, onednn'
-    verdict = 'reached' if low[o] >= 4 else 'MISSED ' if high[o] < 4 else 'UNDECIDED, the interval holds the bar (more --rounds and --seconds, or a quieter machine):'
-    print(f'  {verdict}  {o}: {ratio[o]:.2f}x (bar 4x)')
+    unsure = 'UNDECIDED, the interval holds the bar, or 5 rounds were not reached (more --rounds and --seconds, or a quieter machine):'
+    print(f'  {({True: "reached", False: "MISSED "}).get(at_least(pairs[o], 4), unsure)}  {o}: {compare_pairs(pairs[o]).speedup[0]:.2f}x (bar 4x)')
     print(f'  took {time.perf_counter() - began:.0f} s')
 
 

@@ -22,6 +22,7 @@ import torch
 from fastai.text.data import SortedDL
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from fastbench.paired import time_rounds
 from fastbench.text.data import hf_dls
 from fastbench.text.order import epoch
 from fastbench.text.sources import load_text_source, source_tokenizer
@@ -85,17 +86,12 @@ def assembling(dls, tok, texts):
     lists = tok(texts[:4096], truncation=True, max_length=512)['input_ids']
     def by_lists():
         for i in range(0, 4096, 16): tok.pad(dict(input_ids=lists[i:i+16]), return_tensors='pt')
-        return 4096
     def ours():
         for _ in dl: pass
-        return n
-    took = {o: [] for o in ('ours', 'lists of tokens, tokenizer.pad')}
-    for _ in range(3):
-        for name, f in zip(took, (ours, by_lists)):
-            t = time.perf_counter()
-            took[name].append((lambda k: (time.perf_counter() - t)/k*1e6)(f()))
-    for k, v in took.items(): print(f'  {k:36} {median(v):6.1f} us')
-    verdict('assembling', median(took['ours']), 10, ' us', 1)
+    took = time_rounds({'ours': ours, 'lists of tokens, tokenizer.pad': by_lists}, 3, warm=0, back=False)
+    each = {k: 1e6*median(v)/m for (k, v), m in zip(took.items(), (n, 4096))}
+    for k, v in each.items(): print(f'  {k:36} {v:6.1f} us')
+    verdict('assembling', each['ours'], 10, ' us', 1)
 
 
 def hidden(df, tok, steps=150):

@@ -13,7 +13,7 @@ __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile',
            'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner',
            'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer',
            'train_tokenizer', 'hf_splitter', 'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare',
-           'compare_times', 'doctor', 'report', 'suite', 'Energy', 'LogPhases']
+           'compare_times', 'compare_pairs', 'time_pairs', 'doctor', 'report', 'suite', 'Energy', 'LogPhases']
 
 # %% ../nbs/60_all.ipynb #9a69330d
 from .callback.amp import MixedPrecision
@@ -40,6 +40,7 @@ from .muon import muon
 from .optimizer import foreach_adam, foreach_adamw, foreach_sgd, fused_adam, fused_adamw, fused_sgd
 from .errors import UserError
 from .recipe import Kind, Ladder, Recipe, Rung, but, get_ladder, get_recipe, kinds, ladders, recipes, register, register_ladder, register_suite, suites
+from .paired import compare_pairs, time_pairs
 from .record import Run
 from .report import report
 from .rules import setting
@@ -72,4 +73,4 @@ _all_ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile', '
          'register_ladder', 'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs', 'steps', 'export', 'save', 'Table', 'BenchLearner', 'augmented',
          'vision_dls', 'timm_learner', 'xresnet_learner', 'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner',
          'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter', 'layer_decay',
-         'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'doctor', 'report', 'suite', 'Energy', 'LogPhases']
+         'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'compare_pairs', 'time_pairs', 'doctor', 'report', 'suite', 'Energy', 'LogPhases']

@@ -331,7 +331,7 @@ def _compiled(here):
 @check('the last rung of dawn-photos reaches its target, three times', full=True)
 def _time_to_accuracy(here):
     runs = [_run(here, 'dawn-photos-airbench', repeat=i) for i in range(3)]
-    took = [r.extra['goal']['seconds'] for r in runs if r.status == 'ok' and r.extra['goal']['reached']]
+    took = [r.goal['seconds'] for r in runs if r.status == 'ok' and r.goal['reached']]
     require(len(took) == 3, f"{len(took)} of 3 reached it: {', '.join(str(r.error or r.status) for r in runs)}")
     return f"{', '.join(f'{o:.3g}' for o in took)} s"
 

@@ -7,18 +7,16 @@ __all__ = ['accuracies', 'Compared', 'compare', 'plot_compared']
 
 # %% ../nbs/46_compare.ipynb #fbc38350
 import json
-from math import sqrt
-from statistics import mean, variance
+from statistics import mean
 from textwrap import wrap
 
 from .phases import middle
 from .recipe import UserError
 from .record import when
-from .sheet import Sheet
 from .sides import NotComparable, common, differences, load_side, means, run_values, said
 from .store import FOLDER
-from .table import rate, seconds
-from .verdict import MIN_RUNS, compare_times, family, percent, roughly, shown_above, signed, t_quantile
+from .table import Table, rate, seconds
+from .verdict import MIN_RUNS, compare_times, effect, family, percent, roughly, shown_above, signed, t_quantile
 
 # %% ../nbs/46_compare.ipynb #1e09deba
 def _pairs(a, b):
@@ -56,11 +54,8 @@ def accuracies(a:list, # `Run`s
     if not all(isinstance(o, (int, float)) and o == o for o in (*xs, *ys)): return None
     res = dict(a=mean(xs), b=mean(ys), difference=mean(ys)-mean(xs), low=None, high=None, verdict='unknown')
     if min(len(xs), len(ys)) < MIN_RUNS: return res
-    if paired: se,df = sqrt(variance([y-x for x,y in zip(xs, ys)])/len(xs)),len(xs)-1
-    else:
-        va,vb = variance(xs)/len(xs),variance(ys)/len(ys)
-        se,df = sqrt(va+vb),(va+vb)**2/(va**2/(len(xs)-1) + vb**2/(len(ys)-1)) if va+vb > 1e-20 else len(xs)+len(ys)-2
-    d,t = res['difference'],t_quantile(.975, df)
+    d,se,df = effect(xs, ys, paired)
+    t = t_quantile(.975, df)
     return res | dict(low=d-t*se, high=d+t*se, verdict='worse' if d+t*se < -1e-9 else 'better' if d-t*se > 1e-9 else 'unknown')
 
 # %% ../nbs/46_compare.ipynb #ac77c56e
@@ -89,7 +84,7 @@ def _compare_rows(a, b, at, paired, threshold, level):
     return [row(k, v) for k,v in vs.items()],vs,some,tiny
 
 # %% ../nbs/46_compare.ipynb #4fb12cf5
-class Compared(Sheet):
+class Compared(Table):
     "What `compare` found: rows, notes, differences, accuracy"
     columns = [('phase', 'phase', str), ('action', 'action', str), ('a', 'A', str), ('b', 'B', str), ('change', 'B is', str), ('interval', '95% interval', str), ('verdict', 'verdict', str),
                ('detectable', 'could see', roughly), ('outliers', 'outliers', lambda x: str(x) if x else '')]

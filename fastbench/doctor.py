@@ -16,8 +16,7 @@ from .download import cache_dir
 from .environment import cores, device_info, memory_limit, versions
 from .noise import LIMITS, machine_state, warnings_between
 from .recipe import UserError, get_recipe
-from .sheet import Sheet
-from .table import seconds
+from .table import Table, seconds
 from .verdict import MIN_RUNS, t_quantile
 
 # %% ../nbs/48_doctor.ipynb #aa129350
@@ -181,7 +180,7 @@ def trial(recipe='digits-xresnet18', # What to run; if not told, a short form of
     return dict(recipe=r.name, times=times, each=sum(walls)/len(walls) if walls else None, warnings=list(said.values()))
 
 # %% ../nbs/48_doctor.ipynb #249bb214
-class Doctor(Sheet):
+class Doctor(Table):
     "What was found, and what it means"
     columns = tuple((o, o if o != 'value' else '', str) for o in ('part', 'what', 'value', 'note'))
     title,left = 'fastbench doctor',4

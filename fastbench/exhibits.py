@@ -10,8 +10,9 @@ __all__ = ['PHASES', 'Side', 'times', 'figure_of', 'card', 'where_time_goes', 'p
 import json
 from statistics import mean
 
-from .charts import ceiling, curve, peaks_of, plot_accuracy, plot_distribution, plot_memory, plot_phases, plot_timeline, series, step_means, steps_of
+from .charts import ceiling, curve, peaks_of, plot_accuracy, plot_distribution, plot_memory, plot_phases, plot_timeline, step_means, steps_of
 from .page import download, drawn, fold, own, short, table, tag
+from .palette import series
 from .raw import common, epochs_csv, runs_csv, steps_csv
 from .record import STATUSES
 from .table import Table, rate, seconds
@@ -83,11 +84,10 @@ def card(side:Side, # Which
          metric:str|None, # What to show beside times
     ): # An element
     "A side at a glance"
-    fit,timed = [s.run.seconds for s in side.ok],[s for s in side.timed if s.run.status == 'ok']
-    def of(key): return [v for s in timed if (v := s.mean('train', 'step', key))]
+    fit,timed = [s.run.seconds for s in side.ok],[s.figures for s in side.timed if s.run.status == 'ok']
+    def of(key): return [v for f in timed if (v := getattr(f, key))]
     xs = [v for s in side.ok for v in [s.run.metrics.get(metric)] if isinstance(v, (int, float)) and v == v]
-    memory = [v for s in timed if (v := peaks_of(s.profile).get('host'))]
-    facts = [('step', _spread(of('mean'), seconds)), ('samples/s', _spread(of('samples_per_second'), rate)), (metric, _spread(xs, lambda v: figure_of(v, metric))), ('memory', _spread(memory, lambda b: f'{b/2**20:,.0f} MiB'))]
+    facts = [('step', _spread(of('step'), seconds)), ('samples/s', _spread(of('rate'), rate)), (metric, _spread(xs, lambda v: figure_of(v, metric))), ('memory', _spread(of('host_memory'), lambda b: f'{b/2**20:,.0f} MiB'))]
     told = f"fit, {times(len(fit), 'Run')}" + (f': {seconds(min(fit))} to {seconds(max(fit))}' if len(fit) > 1 else '') if fit else f"{times(len(side.all), 'Run')}, none that went well"
     return tag('div', tag('h3', tag('span', side.letter, cls='mark'), '  ', own(short((side.about('recipe', 'name') or ['no name'])[0]))), tag('p', *_where(side), cls='sub'), tag('p', *[x for t in _tags(side) for x in (t, ' ')]) if [*_tags(side)] else None,
                tag('div', seconds(mean(fit)) if fit else 'no timing', cls='big'), tag('p', told, cls='note'), tag('dl', *[x for k,v in facts if v for x in (tag('dt', own(short(k, 24))), tag('dd', v))]), cls='card')
@@ -98,12 +98,12 @@ PHASES = dict(train='training', valid='validation')
 def _picture(draw, height, key, alt, *caption): return tag('figure', drawn(draw, height, f'{key}-', alt), tag('figcaption', *caption) if caption else None)
 
 def _mean_of(all_, phase):
-    got = [m for s in all_ if (m := step_means(s.profile, phase)).get('step')]
+    got = [m for s in all_ if (m := step_means(s.phases, phase)).get('step')]
     return {k: mean(m.get(k, 0.) for m in got) for k in dict.fromkeys(k for m in got for k in m)} if got else {}
 
 def _bars(sides, phase, most=16):
     alls = [s for side in sides for s in side.timed]
-    each = [(s.mark, step_means(s.profile, phase)) for s in alls] if len(alls) <= most else [(side.letter, _mean_of(side.timed, phase)) for side in sides[:most]]
+    each = [(s.mark, step_means(s.phases, phase)) for s in alls] if len(alls) <= most else [(side.letter, _mean_of(side.timed, phase)) for side in sides[:most]]
     each = [(k, m) for k,m in each if m.get('step')]
     if not each: return None
     alt = f'Stacked bars of an average step of {PHASES[phase]}: ' + '; '.join(f"{k} {seconds(m['step'])}, mostly {max((a for a in m if a != 'step'), key=m.get, default='nothing')}" for k,m in each)
@@ -215,9 +215,9 @@ def runs_table(sides:list, # `Side`s
     alls = [s for side in sides for s in side.all]
     names = list(dict.fromkeys(k for s in alls for k,v in s.run.metrics.items() if isinstance(v, (int, float))))[:6]
     def line(s):
-        r = s.run
-        return [tag('span', s.mark, cls='mark'), tag('span', r.status, cls=None if r.status == 'ok' else 'bad'), seconds(r.seconds) if r.seconds and r.status != 'diverged' else '', seconds(s.mean('train', 'step')),
-                rate(s.mean('train', 'step', 'samples_per_second')), *(figure_of(r.metrics[k], k) if isinstance(r.metrics.get(k), (int, float)) else '' for k in names), '' if r.seed is None else str(r.seed), str(len(r.warnings) or ''),
+        r,f = s.run,s.figures
+        return [tag('span', s.mark, cls='mark'), tag('span', r.status, cls=None if r.status == 'ok' else 'bad'), seconds(r.seconds) if r.seconds and r.status != 'diverged' else '', seconds(f.step),
+                rate(f.rate), *(figure_of(r.metrics[k], k) if isinstance(r.metrics.get(k), (int, float)) else '' for k in names), '' if r.seed is None else str(r.seed), str(len(r.warnings) or ''),
                 own(short(r.started, 40)), own(short(r.id, 120))]
     head = ['Run', 'status', 'fit', 'step', 'samples/s', *(own(short(k, 24)) for k in names), 'seed', 'warnings', 'started', 'id']
     return [table(head, [line(s) for s in alls], {0, 1, len(head)-2, len(head)-1}, 'Runs')]

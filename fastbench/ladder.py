@@ -9,25 +9,19 @@ __all__ = ['ladder_rows', 'Climb', 'plot_ladder', 'ladder_recipes', 'rounds', 'l
 import json
 from random import Random
 
-from .phases import from_dict, middle, stats
+from .phases import middle
 from .precision import warned
 from .recipe import Ladder, UserError, get_ladder, ladders
-from .sheet import Sheet
-from .table import seconds
+from .table import Table, seconds
 from .verdict import compare_times
 
 # %% ../nbs/46_ladder.ipynb #b9fffb45
 def _figures(run):
     "What one Run says of its rung"
-    goal,prof = run.extra.get('goal') or {},from_dict(run.profile) if run.profile else None
-    steps = stats(prof.steps['train'], 'step') if prof else {}
-    samples = stats(prof.steps['train'], 'samples')['mean'] if prof else None
-    compiled = prof.outside['train'].get('compile', (0, 0.))[1] + (stats(prof.steps['train'], 'compile')['total'] or 0) if prof else 0
-    eff = (prof.facts.get('efficiency') or {}) if prof else {}
-    took = goal.get('seconds') if goal else run.seconds
-    return dict(seconds=took and took - compiled, compile=compiled or None, epochs=goal.get('epochs'), accuracy=goal.get('best', run.metrics.get('accuracy')),
-                step=steps['mean']/samples if steps.get('mean') and samples else None, flops=eff.get('flops_per_sample'), share=eff.get('share'),
-                peak=eff.get('peak'), precision=run.precision.get('effective'))
+    f = run.figures
+    took,accuracy,epochs = (f.goal.seconds, f.goal.best, f.goal.epochs) if f.goal else (f.seconds, f.accuracy, None)
+    return dict(seconds=took and took - (f.compile or 0), compile=f.compile, epochs=epochs, accuracy=accuracy, step=f.rate and 1/f.rate,
+                flops=f.flops, share=f.share, peak=f.peak, precision=run.precision.get('effective'))
 
 def _row(rung, runs, figures):
     ok = [f for r,f in zip(runs, figures) if r.status == 'ok']
@@ -50,7 +44,7 @@ def _speedup(a, b, key):
     repeats = [i for i,_ in xs]
     paired = repeats == [i for i,_ in ys] and len(set(repeats)) == len(a[0]) == len(b[0]) and _one_place([*a[0], *b[0]])
     v = compare_times([o for _,o in xs], [o for _,o in ys], paired)
-    return dict(ratio=1/v.ratio, low=v.high and 1/v.high, high=v.low and 1/v.low)
+    return dict(zip(('ratio', 'low', 'high'), v.speedup))
 
 def ladder_rows(ladder:Ladder, # Which
                 runs, # `Run`s of its rungs, in any order
@@ -80,14 +74,14 @@ def _times(row, key):
     low,high = row[f'{key}_low'],row[f'{key}_high']
     return f'{row[key]:.2f}x' + (f' ({low:.2f} to {high:.2f})' if low else '')
 
-class Climb(Sheet):
+class Climb(Table):
     "The rungs of a ladder with what each took and gained"
-    columns,missing = _columns,dict(seconds='-')
+    columns,missing,left = _columns,dict(seconds='-'),1
     def __init__(self, ladder:Ladder, # Which
                  runs:list, # `Run`s of its rungs
         ):
         self.ladder,self.runs,self.rows = ladder,runs,ladder_rows(ladder, runs)
-        goal = next((r.extra['goal']['target'] for r in runs if r.extra.get('goal')), None)
+        goal = next((r.goal['target'] for r in runs if r.goal), None)
         about = runs[0] if runs else None
         self.title = f'{ladder.name}: {ladder.about}'
         self.notes = [f"{about.data.get('name')} on {about.device.get('name')}, {about.precision.get('effective')}" + (f', to {goal:.0%} of the validation set' if goal else '')] if about else []

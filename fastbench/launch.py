@@ -240,9 +240,9 @@ def _outcome(last, got, recipe, repeat, folder, code):
     hint = ': often the system ran out of memory; try a smaller batch' if code == -getattr(signal, 'SIGKILL', 9) else ''
     return _failed(recipe, repeat, folder, f'the process of the run ended {how}{hint}')
 
-def _failed(recipe, repeat, folder, error, **extra):
+def _failed(recipe, repeat, folder, error, **more):
     r = get_recipe(recipe, seed=recipe.seed + repeat)
-    run = Run(recipe=as_dict(r), seed=r.seed, repeat=repeat, status='failed', error=error.splitlines()[0], environment=environment(), extra=extra)
+    run = Run(recipe=as_dict(r), seed=r.seed, repeat=repeat, status='failed', error=error.splitlines()[0], environment=environment(), **more)
     return str(save(run, folder))
 
 def _refusal(name, text):

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 from fastcore.xml import NotStr, ft, to_xml
 
 from . import __version__
-from .charts import THEME
+from .palette import THEME
 
 # %% ../nbs/44_page.ipynb #9d6bbb57
 def clean(o # Anything

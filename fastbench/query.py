@@ -12,7 +12,7 @@ from datetime import date, datetime, time, timedelta, timezone
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from .phases import HEAD, from_dict, values
+from .phases import HEAD, values
 from .recipe import UserError, unknown
 from .record import STATUSES, Run
 from .store import FOLDER, files, load
@@ -105,12 +105,12 @@ def _named(v): return None if v is None or v == '' else str(v)
 def row(run:Run # With or without its profile
     )->dict: # Column -> value, None where the Run does not say
     "A Run in one row"
-    git,env,pace,rec = next(iter(_commits(run)), {}),run.environment,run.pace,run.recipe
+    git,env,f,rec = next(iter(_commits(run)), {}),run.environment,run.figures,run.recipe
     version = env.get('versions', {}).get('fastbench') if isinstance(env.get('versions'), dict) else None
     texts = dict(id=run.id, recipe=rec.get('name'), data=run.data.get('name'), data_asked=run.data.get('asked'), precision=run.precision.get('effective'),
                  precision_asked=run.precision.get('asked'), device=run.device.get('name'), device_kind=run.device.get('kind'), status=run.status, commit=git.get('commit'),
                  host=env.get('host'), fastbench=version, error=run.error, path=run.path)
-    res = {k: _named(v) for k,v in texts.items()} | dict(started=_started(run), seconds=_number(run.seconds), step=pace.get('step'), samples_per_second=pace.get('samples_per_second'),
+    res = {k: _named(v) for k,v in texts.items()} | dict(started=_started(run), seconds=_number(run.seconds), step=f.step, samples_per_second=f.rate,
         epochs=_number(rec.get('epochs'), int), bs=_number(rec.get('bs'), int), seed=_number(run.seed, int), repeat=_number(run.repeat, int), warnings=len(run.warnings),
         dirty=git.get('dirty') if isinstance(git.get('dirty'), bool) else None)
     free = ('accuracy', 'train_loss', 'valid_loss')
@@ -147,7 +147,7 @@ STEP_COLUMNS = 'id phase step warmup samples tokens clock action seconds'.split(
 
 def _steps_of(run):
     "Rows of one Run"
-    p = from_dict(run.profile)
+    p = run.phases.profile
     for clock,logs in (('host', p.steps), ('device', p.device)):
         for phase,log in logs.items():
             if not len(log): continue

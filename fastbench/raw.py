@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from .charts import peaks_of, steps_of
 from .page import csv_text
-from .phases import HEAD, Profile, from_dict, notes, rows, values
+from .figures import Phases
+from .phases import HEAD, values
 from .recipe import UserError
 from .record import Run, from_json
 
@@ -22,14 +23,19 @@ class Seen:
     run: Run  # what it was read from
     mark: str = ''  # what to call it: A1, A2, B1
     side: str = ''  # the letter of its side
-    profile: Profile|None = None  # None: there is none, or `trouble` says why
-    rows: tuple = ()  # of the phase table; none where it is no timing
-    notes: tuple = ()  # below it
-    trouble: str = ''  # why there is no profile, though there should be
+    phases: Phases|None = None  # None: there are none, or `trouble` says why
+    notes: tuple = ()  # below the phase table
+    trouble: str = ''  # why there are no phases, though there should be
 
     @property
-    def timed(self): return self.run.status != 'diverged' and self.profile is not None
-    def mean(self, phase, action, key='mean'): return next((r[key] for r in self.rows if (r['phase'], r['action']) == (phase, action)), None)
+    def profile(self): return self.phases and self.phases.profile
+    @property
+    def timed(self): return self.run.status != 'diverged' and self.phases is not None
+    @property
+    def rows(self): # of the phase table; none where it is no timing
+        return self.phases.rows if self.timed else []
+    @property
+    def figures(self): return self.run.figures_of(self.phases if self.timed else None)
 
 def seen(run:Run, # What to look at; it is left as it is
     )->Seen: # A copy
@@ -37,15 +43,18 @@ def seen(run:Run, # What to look at; it is left as it is
     own = from_json(replace(run, profile=None).to_json(), f'the Run {run.id}')
     own.path,own.profile = run.path,run.profile
     res = Seen(own)
-    if not own.profile: return res
-    try:
-        p = from_dict(own.profile)
-        peaks_of(p)
-        for phase in p.steps: steps_of(p, phase)
-        if own.status != 'diverged': res.rows,res.notes = tuple(rows(p)),tuple(notes(p))
-        res.profile = p
-    except (UserError, TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError) as e: res.rows,res.trouble = (),f'its profile cannot be read: {type(e).__name__} {e}'
+    try: res.phases,res.notes = _read(own)
+    except (UserError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as e:
+        res.trouble = f'its profile cannot be read: {type(e).__name__} {e}'
     return res
+
+def _read(run):
+    "Phases and notes of a Run, after a look at all that a page draws"
+    p = run.phases
+    if p is None: return None,()
+    run.figures_of(p)
+    for phase in p.profile.steps: steps_of(p, phase)
+    return p,tuple(p.notes) if run.status != 'diverged' else ()
 
 # %% ../nbs/45_raw.ipynb #270df74f
 def _walk(o, at, depth=0):

@@ -116,7 +116,7 @@ def _failed(run, e, device):
     run.status = 'failed'
     of_loader = 'Original Traceback' in str(e)
     run.error = f'{type(e).__name__}: {lines[-1]}' if of_loader else explain(e, device, run.recipe.get('bs'))
-    run.extra['traceback'] = ''.join(traceback.format_exception(type(e), e, e.__traceback__))
+    run.traceback = ''.join(traceback.format_exception(type(e), e, e.__traceback__))
 
 # %% ../nbs/40_run.ipynb #4cfc0a43
 _home = Path(fastbench.__file__).parent
@@ -136,8 +136,8 @@ def _describe(run, r, learn):
     info = dict(getattr(learn.dls, 'info', {}))
     run.recipe = plain({k: info.get(k) if v is None else v for k,v in as_dict(learn.recipe).items()})
     changed = {k: v for k,v in plain(as_dict(r)).items() if v is not None and v != run.recipe[k]}
-    if changed: run.extra['asked'] = changed
-    if hasattr(learn, 'largest'): run.extra['largest'] = learn.largest
+    if changed: run.asked = changed
+    if hasattr(learn, 'largest'): run.largest = learn.largest
     run.data,run.precision['effective'] = info,learn.precision
     run.weights = getattr(learn, 'weights', None) or f'random, seed {r.seed}'
 
@@ -176,12 +176,12 @@ def _train(learn, r, run, tell, stop, device, energy, idle):
     run.profile,run.epochs = to_dict(learn.profiler.profile),watch._history
     run.metrics = dict(run.epochs[-1]) if run.epochs else {}
     if goal: _goal(run, goal)
-    if run.status == 'ok' and getattr(learn.dls, 'info', {}).get('test'): run.extra['test'] = _on_test(learn)
+    if run.status == 'ok' and getattr(learn.dls, 'info', {}).get('test'): run.test = _on_test(learn)
     after = machine_state(device)
-    run.extra['noise'] = noise(before, after)
+    run.noise = noise(before, after)
     run.warnings += warnings_between(before, after, watch.seen)
 
 # %% ../nbs/40_run.ipynb #afff5e48
 def _goal(run, goal):
-    run.extra['goal'] = {k: getattr(goal, k) for k in ('target', 'reached', 'seconds', 'total_seconds', 'epochs', 'best')}
+    run.goal = {k: getattr(goal, k) for k in ('target', 'reached', 'seconds', 'total_seconds', 'epochs', 'best')}
     if goal.reached is None and run.status == 'ok': run.warnings.append(str(goal))

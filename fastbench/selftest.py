@@ -14,14 +14,13 @@ from .environment import device_info, environment
 from .page import page, table, tag
 from .recipe import UserError, unknown
 from .record import Run
-from .sheet import Sheet
 from .store import load
-from .table import seconds
+from .table import Table, seconds
 
 # %% ../nbs/48_selftest.ipynb #se000005
 def _name(run): return run.device.get('name', run.device.get('kind'))
 
-class Selftest(Sheet):
+class Selftest(Table):
     "What each check found"
     columns = (('check', 'check', str), ('verdict', 'verdict', str), ('seconds', 'took', seconds),
                ('detail', 'what was seen', str))
@@ -113,7 +112,7 @@ def _run_of(here, rows):
                environment=environment(), extra=dict(kind='selftest', checks=rows))
 
 # %% ../nbs/48_selftest.ipynb #4900b11b
-class Hardware(Sheet):
+class Hardware(Table):
     "Devices on which a selftest was kept"
     # rows also have fastbench and run
     columns = tuple((o, o, str) for o in ('device', 'checks', 'passed', 'failed', 'skipped', 'torch', 'date'))

@@ -9,7 +9,6 @@ __all__ = ['load_side', 'NotComparable', 'work', 'means', 'differences', 'said',
 import json
 from pathlib import Path
 
-from .phases import from_dict, rows
 from .errors import UserError, unknown
 from .recipe import defaults_of
 from .record import Run
@@ -108,16 +107,16 @@ def said(d): # d: as of `differences`
 def run_values(run:Run, # What was measured
     )->dict: # (phase, action) -> dict(kind, value, share): seconds; bytes of memory; samples a second
     "The one value of a run for all that is compared"
-    try: p = from_dict(run.profile) if run.profile else None
-    except UserError as e: raise UserError(f'the Run {run.path or run.id}: {e}') from None
-    res = {('overall', 'fit'): dict(kind='time', value=run.seconds, share=1.)} if run.seconds else {}
-    for r in rows(p) if p else ():
+    p = run.phases
+    f = run.figures_of(p)
+    def whole(kind, value): return dict(kind=kind, value=value, share=1.)
+    res = {('overall', 'fit'): whole('time', f.seconds)} if f.seconds else {}
+    for r in p.rows if p else ():
         at,value = (r['phase'], r['action']),r['mean'] or r['total']
         if value and at != ('fit', 'fit'): res[at] = dict(kind='time', value=value, share=r['share'] or 0.)
-        if at == ('train', 'step') and r['samples_per_second']: res['train', 'samples/s'] = dict(kind='throughput', value=r['samples_per_second'], share=1.)
-    peaks = p.peaks if p else []
-    for k,name in (('device', 'device'), ('host', 'process')):
-        if top := max((o[k] for o in peaks if k in o), default=0): res['memory', name] = dict(kind='memory', value=top, share=1.)
+        if at == ('train', 'step') and f.rate: res['train', 'samples/s'] = whole('throughput', f.rate)
+    if f.device_memory: res['memory', 'device'] = whole('memory', f.device_memory)
+    if f.host_memory: res['memory', 'process'] = whole('memory', f.host_memory)
     return res
 
 def common(a, b, least): # a: values of each Run, as `run_values` gives them; b: likewise; least: share of the fit

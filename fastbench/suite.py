@@ -9,24 +9,22 @@ __all__ = ['suite_rows', 'changed', 'Suite', 'plot_suite', 'suite_table', 'suite
 from textwrap import wrap
 
 from .ladder import Climb, rounds
-from .phases import middle
-from .precision import Precisions, run_figures, warned
+from .precision import Precisions, medians, warned
 from .recipe import UserError, expand, get_ladder, get_recipe, ladders, published, suites, unknown
 from .record import plain
-from .sheet import Sheet
 from .store import FOLDER, load
-from .table import rate, seconds
+from .table import Table, rate, seconds
 
 # %% ../nbs/47_suite.ipynb #e241b53e
 def _half(precision): return 'fp32' if precision in (None, 'fp32') else 'fp16'
 
 def _row(name, half, runs, refused):
-    ok = [run_figures(o) for o in runs if o.status == 'ok']
+    ok = [o.figures for o in runs if o.status == 'ok']
     bad = next((o for o in runs if o.status != 'ok'), None)
     told = [o for o in published(name) if o['precision'] == half]
     row = dict(recipe=name, precision=next((o.precision.get('effective') for o in runs if o.precision.get('effective')), half),
                status=bad.status if bad else 'ok' if runs else 'refused' if refused else 'not run', why=bad.error if bad else None if runs else refused, n=len(ok))
-    row |= {k: middle(o[k] for o in ok) for k in ('bs', 'seconds', 'samples_per_second', 'memory', 'accuracy', 'perplexity')}
+    row |= {k: v for k,v in medians(ok).items() if k != 'trained'}
     if bad: row['seconds'] = None
     return row | dict(published={o['machine']: o['seconds'] for o in told}, published_accuracy=next((o['accuracy'] for o in told if o.get('accuracy')), None))
 
@@ -60,7 +58,7 @@ def changed(run, # A `Run` of a registered recipe
 _other = 'NOT THE PUBLISHED WORK, so times beside each other say nothing: '
 
 # %% ../nbs/47_suite.ipynb #24fe10ee
-class Suite(Sheet):
+class Suite(Table):
     "A suite's Runs, with the published figures beside them"
     missing,left = dict(seconds='-'),2
     def __init__(self, name:str, # Of the suite

@@ -337,23 +337,23 @@ def test_the_largest_batch():
 
 def test_a_run_to_a_target():
     run = run_recipe('dawn-photos-airbench', device='cpu', **{**TINY, 'size': 32, 'sample': .1, 'compile': False, 'target': .11, 'bs': 32, 'epochs': 8})
-    goal = run.extra['goal']
+    goal = run.goal
     assert run.status == 'ok' and goal['reached'] >= .11 and goal['epochs'] == len(run.epochs) and 0 < goal['seconds'] <= goal['total_seconds'] <= run.seconds
     assert run.profile['facts']['efficiency']['flops_per_sample'] > 1e8
     again = from_json(run.to_json())
-    assert again.recipe['knots'] == [list(o) for o in get_recipe('dawn-photos-airbench').knots] and again.extra['goal'] == goal
+    assert again.recipe['knots'] == [list(o) for o in get_recipe('dawn-photos-airbench').knots] and again.goal == goal
     assert Climb(get_ladder('dawn-photos'), [again]).rows[0]['seconds'] == goal['seconds']
 
 
 def test_a_target_that_is_never_reached_is_said():
     run = run_recipe('digits-xresnet18', device='cpu', **{**TINY, 'bs': 32, 'epochs': 2, 'target': 1., 'lr': 1e-6})
-    assert run.status == 'ok' and run.extra['goal']['reached'] is None and len(run.epochs) == 2
+    assert run.status == 'ok' and run.goal['reached'] is None and len(run.epochs) == 2
     assert any('accuracy never reached 1 in 2 epochs' in o for o in run.warnings)
 
 
 def made_up(ladder, rung, seconds=None, best=.9, host='h', **kwargs):
     goal = dict(target=.9, reached=best if seconds else None, seconds=seconds, epochs=3, best=best)
-    return Run(recipe=dict(name=f'{ladder}-{rung}'), data=dict(name='d'), device=dict(name='<b>cpu</b>'), environment=dict(host=host), precision=dict(effective='fp32'), extra=dict(goal=goal), **kwargs)
+    return Run(recipe=dict(name=f'{ladder}-{rung}'), data=dict(name='d'), device=dict(name='<b>cpu</b>'), environment=dict(host=host), precision=dict(effective='fp32'), goal=goal, **kwargs)
 
 
 def test_a_climb():

@@ -149,7 +149,7 @@ def test_a_run_says_what_it_is(trained):
     assert all(o.status == 'ok' for o in trained), [o.error for o in trained]
     last = trained[-1]
     assert last.precision == dict(asked='mixed', effective='bf16') and last.data['split'] == 'pooled'
-    assert last.extra['asked'] == dict(bs='largest', memory='20GB') and last.recipe['bs'] == last.extra['largest']['bs'] == last.data['n_train']
+    assert last.asked == dict(bs='largest', memory='20GB') and last.recipe['bs'] == last.largest['bs'] == last.data['n_train']
     if last.weights.startswith('random'): assert len([o for o in last.warnings if 'not frozen' in o]) == 1
 
 
@@ -166,10 +166,10 @@ def test_table_of_real_runs(trained):
 # The table of made up Runs
 
 def made_up(n, asked, bs, really=None, status='ok', seconds=10., **kwargs):
-    extra = dict(asked=dict(bs='largest'), largest=dict(why='9 does not fit')) if really else {}
+    more = dict(asked=dict(bs='largest'), largest=dict(why='9 does not fit')) if really else {}
     return Run(recipe=dict(name=f'cifar100-resnet{n}', arch=f'resnet{n}', bs=really or bs), status=status, seconds=seconds if status == 'ok' else None,
-               precision=dict(asked=asked, effective={'mixed': 'fp16'}.get(asked, asked)), extra=extra, data=dict(name='<b>'), device=dict(name='made|up'),
-               metrics=dict(accuracy=.5) if status == 'ok' else {}, **kwargs)
+               precision=dict(asked=asked, effective={'mixed': 'fp16'}.get(asked, asked)), data=dict(name='<b>'), device=dict(name='made|up'),
+               metrics=dict(accuracy=.5) if status == 'ok' else {}, **more, **kwargs)
 
 
 def test_ratios_failures_and_refusals():

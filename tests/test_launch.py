@@ -144,7 +144,7 @@ def test_a_run_that_cannot_be_written_says_where_it_is(tmp_path):
 
 def test_an_error_outside_of_the_training_is_a_failed_run(tmp_path, capfd):
     run = load(launch(SMALL, tmp_path, device='cpu', stop='given twice', repeat=2))
-    assert run.status == 'failed' and run.error.startswith('TypeError') and (run.seed, run.repeat) == (44, 2) and 'in _child' in run.extra['traceback']
+    assert run.status == 'failed' and run.error.startswith('TypeError') and (run.seed, run.repeat) == (44, 2) and 'in _child' in run.traceback
     assert run.environment['python'] and 'Traceback' not in capfd.readouterr().err
 
 

@@ -171,7 +171,7 @@ def test_memory_that_runs_out_in_mid_fit(gpu):
             if self.iter == 2: gpu.fail_after(0)
     run = run_with(Fill())
     assert run.status == 'failed' and run.error.startswith('out of memory on cuda:0: a batch of 16 does not fit') and '\n' not in run.error
-    assert run.profile['steps']['train']['n'] >= 1 and 'OutOfMemoryError' in run.extra['traceback']
+    assert run.profile['steps']['train']['n'] >= 1 and 'OutOfMemoryError' in run.traceback
 
 
 def test_a_device_that_vanishes_in_mid_fit(gpu):
@@ -220,7 +220,7 @@ def test_seconds_are_of_the_fit_alone(monkeypatch):
 
 def test_a_target_with_batches_is_reached():
     run = quiet(device='cpu', epochs=3, target=.05)
-    goal = run.extra['goal']
+    goal = run.goal
     assert goal['reached'] == run.metrics['accuracy'] > .05 and goal['epochs'] == 1
 
 

@@ -56,7 +56,7 @@ def gpu():
 MANY = [made(i, s, scale=1.2 if s else 1, precision='bf16' if s else 'fp32') for i in range(5) for s in (0, 1)]
 CASES = dict(
     ok=lambda: report(made()), no_profile=lambda: report(made(profile=False)), diverged=lambda: report(made(status='diverged', seconds=None)), unbuilt=lambda: report([made(), unbuilt()]),
-    failed=lambda: report(made(status='failed', error='boom', extra=dict(traceback='a\n  b'*30))), interrupted=lambda: report(made(status='interrupted', n=7, epochs=0, valid=False)), texts=lambda: report(texts()),
+    failed=lambda: report(made(status='failed', error='boom', traceback='a\n  b'*30)), interrupted=lambda: report(made(status='interrupted', n=7, epochs=0, valid=False)), texts=lambda: report(texts()),
     repeats=lambda: report([made(i) for i in range(3)]), pairs=lambda: report(MANY, on='precision'), not_comparable=lambda: report(MANY), anyway=lambda: report(MANY[1::2], against=MANY[::2], anyway=True),
     recipes=lambda: report([*MANY[:4], texts(), gpu()]), no_steps=lambda: report(made(n=0)), one_step=lambda: report(made(n=1, valid=False)), one_cold_step=lambda: report(made(n=1, warm=0)), gpu=lambda: report(gpu()),
     long=lambda: report(made(n=3000), raw=1000), crowd=lambda: report([made(i, s, n=5, name=f'r{s}') for i in range(4) for s in range(8)]))
@@ -198,10 +198,10 @@ def poison(o, evil, at, keys):
 
 def hostile(evil, i=0):
     "A Run with `evil` in every field"
-    at, run = [], made(i, extra=dict(asked=dict(bs=1), traceback='t', test=dict(loss=.1)), warnings=['w', 'v'], error='e')
+    at, run = [], made(i, asked=dict(bs=1), traceback='t', test=dict(loss=.1), extra=dict(note=dict(joules=1)), warnings=['w', 'v'], error='e')
     run.recipe = poison(run.recipe, evil, at, False) | {f'{evil} recipe': 1}
-    for k in ('data', 'device', 'environment', 'precision', 'epochs', 'metrics', 'extra'): setattr(run, k, poison(getattr(run, k), evil, at, True))
-    for k in ('id', 'started', 'weights', 'error'): setattr(run, k, f'{evil} {k}{i}'); at.append(getattr(run, k))
+    for k in ('data', 'device', 'environment', 'precision', 'epochs', 'metrics', 'asked', 'test', 'extra'): setattr(run, k, poison(getattr(run, k), evil, at, True))
+    for k in ('id', 'started', 'weights', 'error', 'traceback'): setattr(run, k, f'{evil} {k}{i}'); at.append(getattr(run, k))
     run.warnings = poison(run.warnings, evil, at, False)
     run.profile['facts'], run.profile['peaks'] = {f'{evil} fact': f'{evil} value'}, [dict(host=8e8, host_exact=True, note=f'{evil} peak')]
     return run, at + [f'{evil} {o}' for o in ('recipe', 'fact', 'value', 'peak')]

@@ -47,7 +47,7 @@ def test_recipe_as_really_run(run):
     want = plain(as_dict(get_recipe('digits-xresnet18', epochs=2, batches=2, workers=0, bs=32, size=8, sample=.2, seed=8)))
     assert run.recipe == want | dict(min_scale=1., flip=0.)  # as suits the digits
     assert (run.repeat, run.seed, run.recipe['seed'], run.data['seed']) == (3, 8, 8, 8)
-    assert run.status == 'ok' and run.error is None and run.seconds > 0 and run.schema == 2 and set(run.extra) == {'noise'}
+    assert run.status == 'ok' and run.error is None and run.seconds > 0 and run.schema == 2 and run.noise and not run.extra
 
 
 def test_data_weights_precision_device(run):
@@ -130,7 +130,7 @@ def test_a_disturbed_machine_is_told(monkeypatch):
     monkeypatch.setattr(module, 'machine_state', lambda device: next(states))
     monkeypatch.setattr(module, 'glance', lambda device: dict(on_battery=True))
     run = train()
-    assert [o.split(':')[0] for o in run.warnings if o.startswith(('swapping', 'on battery'))] == ['swapping', 'on battery'] and run.extra['noise'] == dict(seconds=2., swapped=2**30)
+    assert [o.split(':')[0] for o in run.warnings if o.startswith(('swapping', 'on battery'))] == ['swapping', 'on battery'] and run.noise == dict(seconds=2., swapped=2**30)
 
 
 # How it ended
@@ -167,15 +167,15 @@ def boom(o): raise RuntimeError('the model\nis odd')
 def test_an_error_is_a_failed_run_with_its_traceback(monkeypatch):
     in_step(monkeypatch, boom)
     run = train()
-    assert run.status == 'failed' and run.error == 'RuntimeError: the model' and 'in boom' in run.extra['traceback']
-    assert run.profile['steps']['train']['n'] == 1 and run.data['name'] == 'digits' and run.environment and from_json(run.to_json()).extra == run.extra
+    assert run.status == 'failed' and run.error == 'RuntimeError: the model' and 'in boom' in run.traceback
+    assert run.profile['steps']['train']['n'] == 1 and run.data['name'] == 'digits' and run.environment and from_json(run.to_json()).traceback == run.traceback
     assert 'failed: ended by an error (RuntimeError: the model)' in run.headline
 
 
 def test_an_error_while_the_learner_is_made(monkeypatch):
     monkeypatch.setattr(module, 'bench_learner', lambda *args, **kwargs: boom(0))
     run = train()
-    assert run.status == 'failed' and 'RuntimeError' in run.error and 'in boom' in run.extra['traceback'] and run.environment and run.table.rows == []
+    assert run.status == 'failed' and 'RuntimeError' in run.error and 'in boom' in run.traceback and run.environment and run.table.rows == []
     assert str(run)
 
 

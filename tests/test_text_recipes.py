@@ -63,7 +63,7 @@ def test_the_best_epoch_is_kept_of_epochs_cut_short():
 @pytest.mark.usefixtures('bf16')
 def test_a_test_set_is_looked_at_once():
     run = run_recipe('faster-docstrings-fused', **TINY)
-    assert run.status == 'ok' and run.data['test'] and set(run.extra['test']) == {'loss', 'accuracy'} and run.precision['effective'] == 'bf16'
+    assert run.status == 'ok' and run.data['test'] and set(run.test) == {'loss', 'accuracy'} and run.precision['effective'] == 'bf16'
     row = Climb(get_ladder('faster-docstrings'), [run]).rows[0]
     assert row['status'] == 'ok' and row['seconds'] == pytest.approx(run.seconds)
     assert 'packed' in str(run.data) and len(run.epochs) == 1

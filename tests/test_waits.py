@@ -210,7 +210,7 @@ def run_to_end(case, monkeypatch):
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
             res = run.run_recipe(case.recipe, device='cuda', offline=True, **case.changes)
-        return Waits(steps.rows['train'], res.status, f"{res.error}\n{res.extra.get('traceback', '')}", res.precision['effective'])
+        return Waits(steps.rows['train'], res.status, f"{res.error}\n{res.traceback}", res.precision['effective'])
 
 
 def check(case, got):
