@@ -20,7 +20,7 @@ from fastcore.xtras import modify_exception
 from torch import Tensor
 
 from .callback.lean import LeanMetric, LeanRecorder, lean, lean_classes
-from .callback.stamps import FIRST, LAST
+from .callback.stopwatch import FIRST, LAST
 from .transfer import batches_ahead
 
 # %% ../nbs/14_loop.ipynb #f5d9bd46

@@ -5,7 +5,7 @@ stream has reached it, a copy of pageable memory waits for the stream, at most `
 slow each other here, and a launch never fails."""
 from collections import defaultdict, deque
 
-from fastbench.callback.stamps import ManualClock
+from fastbench.callback.stopwatch import ManualClock
 
 
 class Stream:

@@ -20,7 +20,7 @@ from torch.amp import GradScaler
 import fastbench.callback.amp as amp
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.half import HalfPrecision, _to
-from fastbench.callback.stamps import EVENTS
+from fastbench.callback.stopwatch import EVENTS
 from fastbench.learner import bench_learner
 from fastbench.recipe import UserError
 from fastbench.training import BenchLearner

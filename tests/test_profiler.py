@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader as TorchDataLoader, TensorDataset
 import fastbench.callback.profiler as profiler_module
 from fastbench.callback.profiler import Profiler
 from fastbench.callback.device import DeviceClock
-from fastbench.callback.stamps import DRAW, DRAWN, END, EVENTS, FIRST, LAST, ManualClock, Stopwatch
+from fastbench.callback.stopwatch import DRAW, DRAWN, END, EVENTS, FIRST, LAST, ManualClock, Stopwatch
 from fastbench.callback.timed import TimedLoader, batch_size
 from fastbench.flops import measure_peak
 from fastbench.loop import FastLoop

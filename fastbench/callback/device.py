@@ -12,7 +12,7 @@ import torch
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 
-from .stamps import CLOSE, DRAW, END
+from .stopwatch import CLOSE, DRAW, END
 from ..phases import HEAD
 
 # %% ../../nbs/09_callback.device.ipynb #746e6734

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from .stamps import DRAW
+from .stopwatch import DRAW
 from ..sheet import Sheet
 from ..table import seconds
 

@@ -18,7 +18,7 @@ from fastcore.basics import patch
 
 from .ending import forget, when_cut
 from .device import DeviceClock, DeviceQueue, train_device, train_precision
-from .stamps import COMPILE, FIRST, LAST, Stopwatch, UNSCALE, UNSCALED
+from .stopwatch import COMPILE, FIRST, LAST, Stopwatch, UNSCALE, UNSCALED
 from .kernels import Kernels, KernelTable
 from .timed import TimedLoader
 from .trace import Trace

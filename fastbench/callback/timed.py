@@ -15,7 +15,7 @@ from itertools import chain
 from fastai.data.load import DataLoader, _loaders
 from fastai.torch_core import to_device
 from torch import Tensor
-from .stamps import CLOSE, COPY, DRAW, DRAWN, END, ITER, STARTED, Stopwatch
+from .stopwatch import CLOSE, COPY, DRAW, DRAWN, END, ITER, STARTED, Stopwatch
 
 # %% ../../nbs/09_callback.timed.ipynb #19b76ce0
 _clocked = ('cuda', 'xpu', 'mps')  # a number on its way from there is read after the step's last event

@@ -13,7 +13,7 @@ import torch
 from fastcore.basics import patch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from .stamps import DRAW, Stopwatch
+from .stopwatch import DRAW, Stopwatch
 from ..phases import HEAD, LEAVES
 from ..recipe import UserError
 
