@@ -1616,7 +1616,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastbench.selftest._without': ('selftest.html#_without', 'fastbench/selftest.py'),
                                     'fastbench.selftest.hardware': ('selftest.html#hardware', 'fastbench/selftest.py'),
                                     'fastbench.selftest.selftest': ('selftest.html#selftest', 'fastbench/selftest.py')},
-            'fastbench.sheet': {'fastbench.sheet.Sheet': ('sheet.html#sheet', 'fastbench/sheet.py')},
             'fastbench.showdoc': { 'fastbench.showdoc.Documented': ('showdoc.html#documented', 'fastbench/showdoc.py'),
                                    'fastbench.showdoc.Documented.__init__': ('showdoc.html#documented.__init__', 'fastbench/showdoc.py'),
                                    'fastbench.showdoc.Documented._repr_markdown_': ( 'showdoc.html#documented._repr_markdown_',

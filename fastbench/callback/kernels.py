@@ -15,8 +15,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from .stopwatch import DRAW
-from ..sheet import Sheet
-from ..table import seconds
+from ..table import Table, seconds
 
 # %% ../../nbs/09_callback.kernels.ipynb #ke000005
 def union(spans # Pairs of (begin, end), any order
@@ -45,11 +44,12 @@ def dearest(spans, # (name, begin, end) of each kernel, seconds
     return dict(steps=steps, seconds=took/steps, busy=busy, launches=launches/steps, top=top)
 
 # %% ../../nbs/09_callback.kernels.ipynb #ke000010
-class KernelTable(Sheet):
+class KernelTable(Table):
     "The dearest kernels of a few steps"
     columns = (('name', 'kernel', lambda o: o if len(o) <= 60 else o[:57] + '...'),
                ('calls', 'calls a step', '{:.3g}'.format), ('seconds', 'time a step', seconds),
                ('share', 'share', '{:.1%}'.format))
+    left = 1
     def __init__(self, found:dict # As `dearest` makes it, with `device`
         ):
         what = 'operators' if found['device'] == 'cpu' else 'kernels'
