@@ -26,7 +26,7 @@ from ..memory import PeakMemory
 from ..flops import count_flops, matmul_peak
 from ..phases import Profile, notes, padding as padding_of, rows, stats
 from ..recipe import UserError
-from ..table import Table, frame, show as show_table
+from ..table import Table, rows_frame, show as show_table
 
 # %% ../../nbs/10_callback.profiler.ipynb #00b58e5d
 class _Last(Callback):
@@ -259,7 +259,7 @@ def profile(self:Profiler): # A `phases.Profile`
 @patch(as_prop=True)
 def results(self:Profiler): # DataFrame: phase, action, calls, mean, std, total, share, samples_per_second; seconds
     "Where the time went, in all fits since the profiler was attached or reset"
-    return frame(rows(self.profile))
+    return rows_frame(rows(self.profile))
 
 @patch(as_prop=True)
 def table(self:Profiler): # A `Table`
