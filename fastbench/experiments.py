@@ -12,14 +12,14 @@ from .vision.kinds import Small, Timm, Torchvision, XResNet
 
 # %% ../nbs/36_experiments.ipynb #7a727209
 register(XResNet('digits-xresnet18', "scikit-learn's scanned digits: real, tiny, always there",
-                 data='digits', size=32, bs=64, epochs=4))
+                 data='digits', size=32, bs=64, epochs=4), seconds=40)
 register(XResNet('photos-xresnet18', 'JPEGs cut from two photographs, shapes drawn over them: draw is what decoding costs, in the main process',
-                 data='photos', size=64, bs=64, epochs=3, workers=0))
+                 data='photos', size=64, bs=64, epochs=3, workers=0), seconds=60)
 
 _texts = dict(bs=16, wd=0.)
 _tiny = dict(arch='distilbert-tiny', data='docstrings', epochs=3, lr=2e-3, **_texts)
 register(Transformer('docstrings-distilbert', 'which package a docstring is of: real English of very uneven length, a small model',
-                     max_length=128, **_tiny))
+                     max_length=128, **_tiny), seconds=40)
 
 # %% ../nbs/36_experiments.ipynb #74373a2a
 _imagenette = dict(data='imagenette', bs=64, epochs=4, lr=3e-3, min_scale=.35, flip=.5, precision='fp16')
@@ -83,7 +83,7 @@ for _arch,_about in dict(lstm='LSTM', gru='GRU', rnn='Elman RNN').items():
 register(LanguageModel('docstrings-lstm', 'word-level language model on docstrings: LSTM', arch='lstm', data='docstrings', sample=.3, epochs=2, **_lm))
 
 register_suite('wikitext', 'wikitext2-lstm', 'wikitext2-gru', 'wikitext2-rnn', variants=_both)
-register_suite('quick', 'digits-xresnet18', 'photos-xresnet18', 'docstrings-distilbert')
+register_suite('quick', 'digits-xresnet18', 'photos-xresnet18', 'docstrings-distilbert', variants=[dict(epochs=1)])
 
 # %% ../nbs/36_experiments.ipynb #ef4bf4d5
 def _knots(epochs, values): return tuple((e/epochs[-1], v/max(values)) for e,v in zip(epochs, values))

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Recipe', 'kinds', 'check_field', 'Kind', 'but', 'as_dict', 'defaults_of', 'upgrade', 'register', 'register_suite',
-           'recipes', 'suites', 'published', 'get_recipe', 'expand', 'Rung', 'Ladder', 'register_ladder', 'ladders',
-           'get_ladder']
+           'recipes', 'suites', 'published', 'typical_seconds', 'get_recipe', 'expand', 'Rung', 'Ladder',
+           'register_ladder', 'ladders', 'get_ladder']
 
 # %% ../nbs/02_recipe.ipynb #fe892491
 from dataclasses import dataclass, fields, replace
@@ -156,7 +156,7 @@ def upgrade(was:dict # Fields as a Run has them, of this version or an older one
     return dict(kind=cls.__name__) | {k: v for k,v in was.items() if k in cls.__dataclass_fields__}
 
 # %% ../nbs/02_recipe.ipynb #4a49ba41
-_registry, _suites, _published, _variants, _ladders = {}, {}, {}, {}, {}
+_registry, _suites, _published, _variants, _ladders, _typical = {}, {}, {}, {}, {}, {}
 
 def _take(name):
     _load()
@@ -165,9 +165,10 @@ def _take(name):
 
 def register(recipe:Recipe, # What to add
              published=(), # Figures of its authors: (machine, precision, seconds of the whole fit, accuracy, batch)
+             seconds:float|None=None, # What its fit takes on two cores, about; None: it is not for them
     )->Recipe: # `recipe`
     "Make `recipe` known by its name"
-    _registry[_take(recipe.name)] = recipe
+    _registry[_take(recipe.name)],_typical[recipe.name] = recipe,seconds
     _published[recipe.name] = [dict(zip(('machine', 'precision', 'seconds', 'accuracy', 'bs'), o)) for o in published]
     return recipe
 
@@ -194,6 +195,12 @@ def published(name:str # A recipe's name
     "What a recipe's authors measured"
     _load()
     return list(_published.get(name, ()))
+
+def typical_seconds(recipe:Recipe # As it is to be run
+    )->float|None: # Of its fit, on two cores; None where nobody said
+    "How long a training takes, about"
+    seconds,known = _typical.get(recipe.name),_registry.get(recipe.name)
+    return seconds and seconds*recipe.epochs/known.epochs*recipe.sample/known.sample
 
 # %% ../nbs/02_recipe.ipynb #d06dc9e2
 def get_recipe(recipe:str|Recipe, # A name, or a recipe

@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['app', 'Out', 'Json', 'names_like', 'kept_like', 'Precision', 'samples', 'share', 'given', 'field', 'progress',
-           'summary', 'full', 'print_json', 'print_run', 'draw', 'complain', 'run_all', 'near', 'print_runs']
+           'summary', 'full', 'print_json', 'print_run', 'draw', 'how_long', 'complain', 'run_all', 'near',
+           'print_runs']
 
 # %% ../nbs/50_terminal.ipynb #e7f5b814
 import json, os, sys
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +17,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .recipe import UserError, published, recipes, suites
+from .recipe import UserError, as_dict, published, recipes, suites, typical_seconds
 from .store import FOLDER, NotKept, files
 
 # %% ../nbs/50_terminal.ipynb #ac3b16bb
@@ -145,6 +147,20 @@ def draw(climb, path): # climb: what has a `plot`; path: of the picture
     try: climb.plot().figure.savefig(path, dpi=150)
     except (OSError, ValueError) as e: raise UserError(f'no picture at {path}: {e}') from None
 
+# %% ../nbs/50_terminal.ipynb #44d3d5c0
+def how_long(recipe, out): # recipe: what will run; out: folder of the Runs
+    "`, about 12 s` as far as it is known"
+    from fastbench.record import plain
+    from fastbench.store import load
+    from fastbench.table import seconds
+    asked = {k: v for k,v in plain(as_dict(recipe)).items() if v is not None and k not in ('seed', 'about')}
+    for path in [o for o in files(out) if o.stem.startswith(f'{recipe.name}-2')][-3:][::-1]:
+        with suppress(UserError):
+            run = load(path, profile=False)
+            if run.seconds and run.status == 'ok' and asked.items() <= run.recipe.items(): return f', about {seconds(run.seconds)} as last time'
+    typical = typical_seconds(recipe)
+    return f', about {seconds(typical)} on two cores' if typical else ''
+
 # %% ../nbs/50_terminal.ipynb #c84ec25a
 def complain(e): # e: the error
     "One line for a mistake; the exit code that goes with it"
@@ -163,7 +179,7 @@ def run_all(todo, repeats, out, refused=None, shuffle=False, **options): # todo:
         if r in refused: continue
         title = r.name + (f' {i+1}/{repeats}' if repeats > 1 else '')
         try:
-            with progress(title) as tell: paths.append(launch(r, out, tell, repeat=i, **options))
+            with progress(title + how_long(r, out)) as tell: paths.append(launch(r, out, tell, repeat=i, **options))
         except UserError as e: refused[r],code = str(e),max(code, 0 if str(e) in refused.values() else complain(e))
         except (Interrupted, KeyboardInterrupt) as e: return _stopped(paths, e)
     return paths,code

@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from fastbench import __version__, cli, launch as launch_module
 from fastbench.download import DataUnavailable
-from fastbench.recipe import get_recipe, suites
+from fastbench.recipe import as_dict, get_recipe, suites
 from fastbench.record import Run
 from fastbench.store import load, load_all, save
 
@@ -36,7 +37,7 @@ def command(monkeypatch, capsys, *args):
 @pytest.fixture
 def launched(monkeypatch):
     "Runs that are not trained: a list of what was asked for; `launched.outcome` makes the Run, or raises"
-    class Asked(list): outcome = staticmethod(lambda r, **kwargs: make(recipe=vars(r), seconds=1., metrics=dict(accuracy=.9), seed=r.seed + kwargs['repeat'],
+    class Asked(list): outcome = staticmethod(lambda r, **kwargs: make(recipe=as_dict(r), seconds=1., metrics=dict(accuracy=.9), seed=r.seed + kwargs['repeat'],
                                                                       repeat=kwargs['repeat']))
     asked = Asked()
     def launch(r, folder, tell=None, **kwargs):
@@ -74,6 +75,17 @@ def test_quick_is_the_default_and_suites_are_recipes(launched, monkeypatch, caps
     launched.clear()
     command(monkeypatch, capsys, 'run', 'quick', 'digits-xresnet18', '--repeats', 2, '--out', tmp_path)
     assert [r.name for r,_ in launched] == [*suites()['quick'], 'digits-xresnet18']*2  # interleaved
+
+
+def test_a_line_before_each_run_says_how_long_it_takes(launched, monkeypatch, capsys, tmp_path):
+    err = command(monkeypatch, capsys, 'run', '--out', tmp_path)[2]
+    for name in suites()['quick']: assert re.search(f'^{name}, about .* on two cores$', err, re.M), err
+    run = load(next(tmp_path.glob('digits*.json')))
+    run.recipe, run.seconds = {**run.recipe, **as_dict(get_recipe('digits-xresnet18', epochs=3))}, 7.5
+    save(run, tmp_path)
+    err = command(monkeypatch, capsys, 'run', 'digits-xresnet18', '--epochs', 3, '--out', tmp_path)[2]
+    assert 'digits-xresnet18, about 7.50 s as last time' in err
+    assert 'digits-xresnet18, about 20.0 s on two cores' in command(monkeypatch, capsys, 'run', 'digits-xresnet18', '--epochs', 2, '--out', tmp_path)[2]
 
 
 def test_runs_are_kept_here_unless_told(launched, monkeypatch, capsys, tmp_path):
