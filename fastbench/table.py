@@ -169,11 +169,12 @@ def frame(table:list # Rows, as `phases.rows` makes them
     df = pd.DataFrame(table, columns=columns(table))
     return df.astype({c: float for c in df.columns if c not in ('phase', 'action', 'calls')} | {'calls': int})
 
-def _frame_of(self):
+def _frame_of(self): # A pandas DataFrame
+    "The rows"
     import pandas as pd
     return frame(self.rows) if self.columns is PHASE_COLUMNS else pd.DataFrame(self.rows)
 
-Table.frame = property(_frame_of, doc='The rows as a DataFrame')
+Table.frame = property(_frame_of)
 
 # %% ../nbs/04_table.ipynb #64e7857e
 @patch
