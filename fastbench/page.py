@@ -24,7 +24,8 @@ def clean(o # Anything
     )->str: # Fit for HTML, SVG and UTF-8: control characters are shown by their symbols
     "`o` as a text that every document can hold"
     text = str(o).encode('utf-8', 'backslashreplace').decode().replace('\r\n', '\n').replace('\r', '\n')
-    return re.sub(r'[\x00-\x08\x0b-\x1f]', lambda m: chr(0x2400 + ord(m[0])), re.sub(r'[\x7f-\x9f\ufffe\uffff]', '\ufffd', text))
+    text = re.sub(r'[\x7f-\x9f\ufffe\uffff]', '\ufffd', text)
+    return re.sub(r'[\x00-\x08\x0b-\x1f]', lambda m: chr(0x2400 + ord(m[0])), text)
 
 def short(o, # Anything
           n:int=60, # Characters at most
@@ -75,7 +76,8 @@ def download(text, # What the file holds
              kind='text/csv', # Its media type
     ):
     "A link that saves `text`, which the page itself holds"
-    return h.a(f'{file_name(name)}', download=file_name(name), href=f"data:{kind};charset=utf-8,{quote(text, safe='/,:;=+@()*.!~-_')}")
+    name,data = file_name(name),quote(text, safe='/,:;=+@()*.!~-_')
+    return h.a(name, download=name, href=f'data:{kind};charset=utf-8,{data}')
 
 # %% ../nbs/44_page.ipynb #18ed3588
 def table(head, # Headings
@@ -100,10 +102,13 @@ def fold(title, # What is seen
     return h.details(h.summary(title), *children)
 
 # %% ../nbs/44_page.ipynb #e2ac01c1
-_names = {light: name for name,(light,_) in THEME.items()} | {'#000000': 'ink', '#2ca02c': 'good', '#d62728': 'bad', '#c0c0c0': 'unattributed'}  # of other rooms: black, tab:green, tab:red, silver
-_known = {'g', 'path', 'use', 'text', 'tspan', 'defs', 'clipPath', 'rect', 'svg'}
-_attrs = {'d', 'x', 'y', 'width', 'height', 'transform', 'id', 'href', 'clip-path', 'viewBox', 'fill', 'fill-opacity', 'fill-rule', 'opacity', 'stroke', 'stroke-width', 'stroke-opacity', 'stroke-dasharray',
-          'stroke-dashoffset', 'stroke-linejoin', 'stroke-linecap', 'stroke-miterlimit', 'font-size', 'font-weight', 'text-anchor'}
+_names = {light: name for name,(light,_) in THEME.items()}
+# of other rooms: black, tab:green, tab:red, silver
+_names |= {'#000000': 'ink', '#2ca02c': 'good', '#d62728': 'bad', '#c0c0c0': 'unattributed'}
+_known = set('g path use text tspan defs clipPath rect svg'.split())
+_attrs = set('''d x y width height transform id href clip-path viewBox fill fill-opacity fill-rule opacity stroke
+    stroke-width stroke-opacity stroke-dasharray stroke-dashoffset stroke-linejoin stroke-linecap stroke-miterlimit
+    font-size font-weight text-anchor'''.split())
 
 def _colour(v): return f'var(--{_names[v.lower()]})' if v.lower() in _names else v
 
@@ -136,9 +141,12 @@ def inline_svg(text:str, # What matplotlib wrote
     return h.svg(h.title(alt, id=f'{prefix}t'), Safe(inner), viewBox=box, role='img', aria_labelledby=f'{prefix}t')
 
 # %% ../nbs/44_page.ipynb #b7877f6b
-_style = {'svg.fonttype': 'none', 'svg.hashsalt': 'fastbench', 'text.parse_math': False, 'text.color': THEME['ink'][0], 'axes.labelcolor': THEME['ink'][0], 'axes.edgecolor': THEME['muted'][0],
-          'xtick.color': THEME['muted'][0], 'ytick.color': THEME['muted'][0], 'xtick.labelcolor': THEME['ink'][0], 'ytick.labelcolor': THEME['ink'][0], 'font.size': 10, 'axes.labelsize': 9,
-          'xtick.labelsize': 9, 'ytick.labelsize': 9, 'axes.linewidth': .8}
+_ink,_muted = THEME['ink'][0],THEME['muted'][0]
+_style = {'svg.fonttype': 'none', 'svg.hashsalt': 'fastbench', 'text.parse_math': False,
+          'font.size': 10, 'axes.linewidth': .8,
+          **dict.fromkeys(('text.color', 'axes.labelcolor', 'xtick.labelcolor', 'ytick.labelcolor'), _ink),
+          **dict.fromkeys(('axes.edgecolor', 'xtick.color', 'ytick.color'), _muted),
+          **dict.fromkeys(('axes.labelsize', 'xtick.labelsize', 'ytick.labelsize'), 9)}
 
 def drawn(draw, # Called with matplotlib axes
           height:float, # Inches
@@ -157,11 +165,12 @@ def drawn(draw, # Called with matplotlib axes
         fig.savefig(out, format='svg', transparent=True, metadata=dict(Date=None))
     return inline_svg(out.getvalue(), prefix, alt)
 
-# %% ../nbs/44_page.ipynb #172fb623
-_css = '''
+# %% ../nbs/44_page.ipynb #172fb620
+_plain = '''
 *{box-sizing:border-box}
 html{-webkit-text-size-adjust:100%;text-size-adjust:100%}
-body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;overflow-wrap:anywhere}
+body{margin:0;background:var(--paper);color:var(--ink);
+  font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;overflow-wrap:anywhere}
 main,header,footer{max-width:68rem;margin:0 auto;padding:0 1rem}
 header{padding-top:2rem}
 h1{font-size:1.7rem;line-height:1.2;letter-spacing:-.015em;margin:0 0 .35rem;text-wrap:balance}
@@ -184,20 +193,29 @@ tbody tr{border-bottom:1px solid var(--rule)}
 tr.top{border-top:1px solid var(--muted)}
 tr.strong th,tr.strong td{font-weight:600}
 tr.dim th,tr.dim td{color:var(--muted)}
+'''
+
+# %% ../nbs/44_page.ipynb #172fb623
+_parts = '''
 .good{color:var(--good)}.bad{color:var(--bad)}.warm{color:var(--warm)}
 .mark{font-weight:600;font-variant-numeric:tabular-nums}
-.tag{display:inline-block;border:1px solid currentColor;border-radius:.25rem;padding:0 .35rem;font-size:.75rem;line-height:1.35;white-space:nowrap}
+.tag{display:inline-block;border:1px solid currentColor;border-radius:.25rem;padding:0 .35rem;font-size:.75rem;
+  line-height:1.35;white-space:nowrap}
 ul{margin:.4rem 0;padding-left:1.1rem;max-width:52rem}
 li{margin:.25rem 0;white-space:pre-wrap}
 .say{border-left:3px solid var(--warm);padding:.1rem 0 .1rem .8rem;margin:.75rem 0}
 .say.bad{border-color:var(--bad);color:inherit}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,19rem),1fr));gap:1.25rem 2.5rem;margin:1rem 0}
-.pics{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,25rem),1fr));gap:1.25rem 2rem;margin:.75rem 0}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,19rem),1fr));gap:1.25rem 2.5rem;
+  margin:1rem 0}
+.pics{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,25rem),1fr));gap:1.25rem 2rem;
+  margin:.75rem 0}
 .cards>*,.pics>*{min-width:0;margin:0}
 figure{margin:.5rem 0}
-svg{display:block;width:100%;height:auto;max-width:30rem;font-family:inherit;stroke-linejoin:round;stroke-linecap:butt;overflow:visible}
+svg{display:block;width:100%;height:auto;max-width:30rem;font-family:inherit;stroke-linejoin:round;
+  stroke-linecap:butt;overflow:visible}
 figcaption{margin-top:.25rem;max-width:30rem}
-dl{display:grid;grid-template-columns:fit-content(45%) minmax(0,1fr);gap:.1rem .9rem;margin:.4rem 0;font-size:.875rem;font-variant-numeric:tabular-nums}
+dl{display:grid;grid-template-columns:fit-content(45%) minmax(0,1fr);gap:.1rem .9rem;margin:.4rem 0;
+  font-size:.875rem;font-variant-numeric:tabular-nums}
 dt{color:var(--muted)}dd{margin:0;white-space:pre-wrap}
 .small{grid-template-columns:repeat(auto-fill,minmax(min(100%,20rem),1fr))}
 .card{border-top:1px solid var(--muted);padding-top:.6rem}
@@ -209,14 +227,17 @@ footer{margin-top:3rem;padding-bottom:2.5rem}
 @media print{body{font-size:11px}nav,.tag{break-inside:avoid}figure,.card{break-inside:avoid}}
 '''
 
+# %% ../nbs/44_page.ipynb #172fb621
 def _variables(i): return ''.join(f'--{k}:{v[i]};' for k,v in THEME.items())
 
 def page(title:str, # Of the browser's window
          *body, # Elements
     )->str: # The whole document
     "A page of HTML"
-    css = f':root{{color-scheme:light dark;{_variables(0)}}}@media(prefers-color-scheme:dark){{:root{{{_variables(1)}}}}}{_css}'
-    policy = f"default-src 'none'; style-src 'sha256-{b64encode(sha256(css.encode()).digest()).decode()}'; base-uri 'none'; form-action 'none'"
+    css = f':root{{color-scheme:light dark;{_variables(0)}}}'
+    css += f'@media(prefers-color-scheme:dark){{:root{{{_variables(1)}}}}}{_plain}{_parts}'
+    digest = b64encode(sha256(css.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     meta = dict(generator=f'fastbench {__version__}', viewport='width=device-width, initial-scale=1')
     meta |= {'color-scheme': 'light dark', 'referrer': 'no-referrer'}
     head = h.head(h.meta(charset='utf-8'), Safe(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),

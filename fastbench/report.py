@@ -74,7 +74,8 @@ class Report:
         path = _free(path)
         try: write_whole(path, self.html)
         except OSError as e:
-            raise UserError(f'no report at {path}: {e.strerror}. Name another file, or see to permissions and space') from None
+            raise UserError(f'no report at {path}: {e.strerror}. '
+                            'Name another file, or see to permissions and space') from None
         return path
 
     def _repr_html_(self):
@@ -102,7 +103,7 @@ def _free(path):
 # %% ../nbs/48_report.ipynb #09ff7a15
 def report(*runs, # `Run`s, folders, files, ids, beginnings of ids; or lists of these
            out=None, # A file to write the page to
-           against=None, # The same, of what `runs` are judged by: side A, and `runs` side B; None: sides did the same work
+           against=None, # The same, of what `runs` are judged by, as side A; None: a side is what did the same work
            title:str|None=None, # Of the page; the recipes' names if None
            on=(), # Fields that are meant to differ, as for `compare`
            anyway:bool=False, # Compare what is not comparable, and say so

@@ -213,7 +213,8 @@ def _compared(c, key, folded):
 def _refused(e):
     "Why two sides are not compared"
     def side(vs):
-        return h.bdi(short(', '.join('none' if v is None else v if isinstance(v, str) else json.dumps(v) for v in vs), 200))
+        texts = ['none' if v is None else v if isinstance(v, str) else json.dumps(v) for v in vs]
+        return h.bdi(short(', '.join(texts), 200))
     told = h.p(h.strong('Not comparable. '), 'These fields differ, and nobody said that they are meant to. ',
                h.code('--on FIELD'), ' says so, ', h.code('--anyway'), ' compares all the same.', cls='say')
     rows = [[h.bdi(d['field']), side(d['a']), side(d['b'])] for d in e.differences]
@@ -255,7 +256,8 @@ def _bars(sides, phase, most=16):
     if len(alls) <= most: each,note = [(s.mark, step_means(s.phases, phase)) for s in alls],''
     else:
         each = [(side.letter, _mean_of(side.timed, phase)) for side in sides[:most]]
-        note = '; means of the Runs of a side' + (f', the first {most} of {len(sides)} sides' if len(sides) > most else '')
+        left = f', the first {most} of {len(sides)} sides' if len(sides) > most else ''
+        note = f'; means of the Runs of a side{left}'
     each = [(k, m) for k,m in each if m.get('step')]
     if not each: return []
     words = '; '.join(f"{k} {seconds(m['step'])}, mostly {_most_of(m)}" for k,m in each)
@@ -269,8 +271,9 @@ _phase_head = ['phase', 'action', 'calls', 'mean', 'std', 'total', 'share', 'sam
 
 def _phase_line(r, first):
     share = '' if r['share'] is None else f"{r['share']:.1%}"
-    return [r['phase'] if first else '', r['action'], f"{r['calls']:,}", *(seconds(r[k]) for k in ('mean', 'std', 'total')),
-            share, rate(r['samples_per_second']), seconds(r.get('device_mean'))]
+    times = [seconds(r[k]) for k in ('mean', 'std', 'total')]
+    return [r['phase'] if first else '', r['action'], f"{r['calls']:,}", *times, share, rate(r['samples_per_second']),
+            seconds(r.get('device_mean'))]
 
 def _phase_class(r, first):
     weight = 'strong' if r['action'] in ('fit', 'step') else 'dim' if (r['share'] or 0) < .01 else ''
