@@ -8,7 +8,6 @@ __all__ = ['medians', 'warned', 'precision_rows', 'Precisions', 'plot_precisions
 # %% ../nbs/44_precision.ipynb #8dc49aa9
 from .phases import middle
 from .recipe import UserError, published, recipes
-from .record import Run
 from .table import Table, rate, seconds
 
 # %% ../nbs/44_precision.ipynb #296379a7
