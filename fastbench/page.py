@@ -49,7 +49,9 @@ def _flat(o): return [x for c in o for x in (_flat(c) if isinstance(c, (list, tu
 
 class _Elements:
     "`h.p('text', cls='note')` is `tag('p', 'text', cls='note')`"
-    def __getattr__(self, name): return partial(tag, name)
+    def __getattr__(self, name):
+        if name.startswith('_'): raise AttributeError(name)  # whoever looks at `h` itself, as documentation does
+        return partial(tag, name)
 
 h = _Elements()
 
