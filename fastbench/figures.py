@@ -44,7 +44,8 @@ def read_phases(d:dict, # What `phases.to_dict` wrote
     "A profile as a file holds it, read back"
     try: return Phases(from_dict(d))
     except UserError as e: raise UserError(f'{name}: {e}') from None
-    except _broken as e: raise UserError(f'{name}: this is no profile: {type(e).__name__} {e}. Was the file edited?') from None
+    except _broken as e:
+        raise UserError(f'{name}: this is no profile: {type(e).__name__} {e}. Was the file edited?') from None
 
 # %% ../nbs/38_figures.ipynb #ac918b4d
 def _is_number(v): return isinstance(v, (int, float)) and not isinstance(v, bool)

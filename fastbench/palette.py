@@ -12,12 +12,15 @@ from .recipe import UserError
 
 # %% ../nbs/03_palette.ipynb #24f9155f
 THEME = dict(  # name -> on white, on black
-    paper=('#ffffff', '#14171a'), ink=('#1c2024', '#e6e8ea'), muted=('#5a6470', '#a0a8b0'), rule=('#dfe3e7', '#30363c'), accent=('#1f4e8c', '#8ab8ec'),
-    draw=('#d9772b', '#e08a45'), to_device=('#f0b988', '#a8693a'), forward=('#204f8d', '#4a86cf'), predict=('#214f8d', '#4b86cf'), loss=('#9dbfe4', '#2c5380'),
-    backward=('#4a86c5', '#86b6ea'), opt_step=('#3f9389', '#4fa89d'), zero_grad=('#a5d3cc', '#2c6b64'), callbacks=('#8b9299', '#7d858d'), unattributed=('#c5cad0', '#4d545c'),
-    compile=('#8a63b8', '#a888cf'), other=('#d3d7dc', '#434a51'),
-    series0=('#2f6db3', '#6fa8e6'), series1=('#cc6a1e', '#ea9a58'), series2=('#3c8f5c', '#66bb86'), series3=('#8560b5', '#b294dc'), series4=('#b3456a', '#e0819f'),
-    series5=('#7b7722', '#bdb75a'), good=('#1d7a3a', '#57b877'), bad=('#c02b33', '#f2777c'), warm=('#9c6500', '#e0b04a'))
+    paper=('#ffffff', '#14171a'), ink=('#1c2024', '#e6e8ea'), muted=('#5a6470', '#a0a8b0'),
+    rule=('#dfe3e7', '#30363c'), accent=('#1f4e8c', '#8ab8ec'), draw=('#d9772b', '#e08a45'),
+    to_device=('#f0b988', '#a8693a'), forward=('#204f8d', '#4a86cf'), predict=('#214f8d', '#4b86cf'),
+    loss=('#9dbfe4', '#2c5380'), backward=('#4a86c5', '#86b6ea'), opt_step=('#3f9389', '#4fa89d'),
+    zero_grad=('#a5d3cc', '#2c6b64'), callbacks=('#8b9299', '#7d858d'), unattributed=('#c5cad0', '#4d545c'),
+    compile=('#8a63b8', '#a888cf'), other=('#d3d7dc', '#434a51'), series0=('#2f6db3', '#6fa8e6'),
+    series1=('#cc6a1e', '#ea9a58'), series2=('#3c8f5c', '#66bb86'), series3=('#8560b5', '#b294dc'),
+    series4=('#b3456a', '#e0819f'), series5=('#7b7722', '#bdb75a'), good=('#1d7a3a', '#57b877'),
+    bad=('#c02b33', '#f2777c'), warm=('#9c6500', '#e0b04a'))
 
 def colour_of(name # Of a phase, a series, a meaning
     )->str: # On white
@@ -47,7 +50,8 @@ def legend(ax, # Above these axes
     ):
     "Name the colours, above the picture"
     if handles is None: handles = ax.get_legend_handles_labels()[0]
-    if handles: ax.legend(handles=handles, loc='lower left', bbox_to_anchor=(0, 1), borderaxespad=.2, ncols=ncols, frameon=False, fontsize=9, handlelength=1.2, columnspacing=1.2)
+    look = dict(borderaxespad=.2, frameon=False, fontsize=9, handlelength=1.2, columnspacing=1.2)
+    if handles: ax.legend(handles=handles, loc='lower left', bbox_to_anchor=(0, 1), ncols=ncols, **look)
 
 def beside(ax, # In these axes
            x, # Where a bar ends

@@ -9,7 +9,6 @@ __all__ = ['medians', 'warned', 'precision_rows', 'Precisions', 'plot_precisions
 from .phases import middle
 from .errors import UserError
 from .recipe import as_dict, published, recipes
-from .record import Run
 from .table import Table, rate, seconds
 
 # %% ../nbs/44_precision.ipynb #296379a7

@@ -200,7 +200,9 @@ def typical_seconds(recipe:Recipe # As it is to be run
     )->float|None: # Of its fit, on two cores; None where nobody said
     "How long a training takes, about"
     seconds,known = _typical.get(recipe.name),_registry.get(recipe.name)
-    return seconds and seconds*recipe.epochs/known.epochs*recipe.sample/known.sample
+    free = {o: getattr(recipe, o) for o in ('epochs', 'sample', 'seed')}
+    if not seconds or but(known, **free) != recipe: return None
+    return seconds*recipe.epochs/known.epochs*recipe.sample/known.sample
 
 # %% ../nbs/02_recipe.ipynb #d06dc9e2
 def get_recipe(recipe:str|Recipe, # A name, or a recipe

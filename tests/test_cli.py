@@ -100,7 +100,8 @@ def test_runs_are_kept_here_unless_told(launched, monkeypatch, capsys, tmp_path)
 
 def test_lines_when_piped_and_the_end(launched, monkeypatch, capsys, tmp_path):
     code,out,err = command(monkeypatch, capsys, 'run', 'digits-xresnet18', '--out', tmp_path, '--repeats', 2)
-    assert err == 'digits-xresnet18 1/2\n  epoch 1/1: valid_loss 0.5\ndigits-xresnet18 2/2\n  epoch 1/1: valid_loss 0.5\n'
+    assert err == ('digits-xresnet18 1/2, about 40.0 s on two cores\n  epoch 1/1: valid_loss 0.5\n'
+                   'digits-xresnet18 2/2, about 1.00 s as last time\n  epoch 1/1: valid_loss 0.5\n')
     assert code == 0 and 'accuracy 0.9' in out and all(f'kept in {o.path}' in out for o in load_all(tmp_path)[0])
 
 

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 NBS = sorted((ROOT/'nbs').rglob('[!._]*.ipynb'))
 # What must start in well under a second: no torch, fastai, transformers, timm, pandas or matplotlib, also not indirectly
-TORCH_FREE = 'recipe figures record environment noise doctor phases palette table sheet ladder precision store query launch verdict sides compare ab charts page raw exhibits report terminal cli download'.split()
+TORCH_FREE = 'recipe figures record environment noise doctor phases palette table sheet ladder precision store query launch verdict sides compare ab charts page raw sections report terminal cli download'.split()
 HEAVY = 'torch torchvision fastai transformers timm pandas matplotlib'.split()
 # Modules that no notebook writes
 BY_HAND = {'__init__', '__main__', '_modidx'}

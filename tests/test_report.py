@@ -412,3 +412,40 @@ def test_command_without_torch(kept):
     code = f"import sys; sys.argv = ['fastbench', 'report', 'last', '--out', 'runs', '-o', 'c.html']\nfrom fastbench.cli import main\ntry: main()\nfinally: print([o for o in ('torch', 'fastai', 'transformers', 'pandas') if o in sys.modules])"
     got = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=kept)
     assert got.returncode == 0 and got.stdout.splitlines()[-1] == '[]', got.stdout + got.stderr
+
+
+# Sections and elements
+
+def test_whatever_an_element_gets_is_text():
+    "fastcore.xml escapes texts and nothing else: an error, bytes or a number of somebody's own go through its hands as they are"
+    from fastcore.xml import to_xml
+    from fastbench.page import h, table
+    class Odd:
+        def __str__(self): return '<b onload="x">'
+    for o in (UserError('<b onload="x">'), b'<b onload="x">', Odd(), ['<b onload="x">'], ([Odd()], None)):
+        attribute = [] if isinstance(o, (list, tuple)) else [h.p('a', title=o)]
+        for got in (h.p(o), h.p('a', o), h.p(h.bdi(o)), table(['a'], [[o]]), table([o], [['a']]), *attribute):
+            text = to_xml(got, indent=False)
+            assert '<b ' not in text and '&lt;b onload=' in text, (o, text)
+
+
+def test_a_comparison_that_fails_says_why_as_text():
+    a, b = [made(i) for i in range(2)], [made(i, 1) for i in range(2)]
+    for o in b: o.status, o.error, o.seconds = 'failed', '<script>window.pwned=1</script>', None
+    for o in b: o.profile['fit'] = '<img src=x>'
+    html = report(b, against=a, anyway=True).html
+    assert '<script' not in html and '<img' not in html and 'nothing to compare' in html
+
+
+def test_a_section_is_a_function_in_a_list(monkeypatch):
+    from fastbench import sections
+    from fastbench.page import h
+    monkeypatch.setattr(sections, 'SECTIONS', sections.SECTIONS[:])
+    monkeypatch.setattr('fastbench.report.SECTIONS', sections.SECTIONS)
+    @sections.section('Seeds & such')
+    def seeds(shown): return [h.p(f'{s.mark}: <{s.run.seed}>') for s in shown.all]
+    @sections.section('Nothing')
+    def nothing(shown): return []
+    html = report([made(0), made(1)]).html
+    assert '<section id="seeds"><h2>Seeds &amp; such</h2><p>A1: &lt;42&gt;</p>' in html and 'href="#seeds"' in html and 'Nothing' not in html
+    assert html.index('id="raw"') < html.index('id="seeds"')
