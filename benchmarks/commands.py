@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from fastbench.environment import device_info, environment
-from fastbench.paired import time_rounds
+from fastbench.machine.environment import device_info, environment
+from fastbench.compare.paired import time_rounds
 from fastbench.recipe import get_recipe
-from fastbench.record import Run
+from fastbench.runs.record import Run
 from store import profile
 
 BAR = .7

@@ -4,7 +4,7 @@
 
 There need not be a GPU: events go into a queue that costs nothing and is always empty, so what is measured is our own Python, on fastai's loop, where an action ends at every
 event. `torch.cuda.Event.record` comes on top, some 2 us each; how many a step has is printed, and a GPU says the rest (`fastbench selftest`). One process, fits with and without
-the clock there and back (`fastbench.paired`). Bar: with 2 us an event 1% of a 10 ms step."""
+the clock there and back (`fastbench.compare.paired`). Bar: with 2 us an event 1% of a 10 ms step."""
 import argparse
 import sys
 import warnings
@@ -16,9 +16,9 @@ warnings.filterwarnings('ignore')
 
 import torch
 
-import fastbench.callback.profiler as profiler
-from fastbench.callback.device import DeviceClock
-from fastbench.paired import time_pairs
+import fastbench.measure.profiler as profiler
+from fastbench.measure.clock import DeviceClock
+from fastbench.compare.paired import time_pairs
 from profiler_overhead import fit, learner
 
 RECORD = 2  # us, of an event of CUDA

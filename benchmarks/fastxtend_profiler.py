@@ -9,7 +9,7 @@ The bar: ours goes through everywhere.
 import subprocess
 import sys
 
-OURS, THEIRS = 'import fastbench.callback.profiler', 'from fastxtend.callback.profiler import ProfileMode'
+OURS, THEIRS = 'import fastbench.measure.profiler', 'from fastxtend.callback.profiler import ProfileMode'
 PROFILERS = {'fastbench': (OURS, 'learn.profile()'), 'fastxtend, throughput': (THEIRS, "learn.profile(mode=ProfileMode.Throughput, plain=True)"),
              'fastxtend, simple': (THEIRS, "learn.profile(mode=ProfileMode.Simple, plain=True)")}
 SITUATIONS = {'a fit': 'learn.fit(1)', 'gradient accumulation': 'learn.fit(1, cbs=GradientAccumulation(64))', 'lr_find': 'learn.lr_find(show_plot=False)',

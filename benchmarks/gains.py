@@ -5,7 +5,7 @@
     python benchmarks/gains.py fused --recipe mlp --against foreach --memory
 
 Two Learners of one recipe, without and with the change, train in one process: short blocks of real fit steps there and back, after a warm-up that is
-not counted (`fastbench.paired`). A pair is the seconds of a step of each, the median of its blocks, and the verdict is the library's: 1% does not matter,
+not counted (`fastbench.compare.paired`). A pair is the seconds of a step of each, the median of its blocks, and the verdict is the library's: 1% does not matter,
 and fewer than 5 pairs are none. Batches are drawn once and reused by both sides, so that a slow loader does not blur the ratio: it is the ratio of the
 training step (to-device, forward, loss, backward, optimizer, callbacks), not of a fit. Changes joined with `+` are put on one after another.
 """
@@ -26,9 +26,10 @@ import torch
 from fastai.data.core import DataLoaders
 from torch import nn
 
-from fastbench.learner import bench_learner
-from fastbench.paired import at_least, compare_pairs, step_seconds, time_pairs
-from fastbench.recipe import UserError, get_recipe, unknown
+from fastbench.bench.learner import bench_learner
+from fastbench.compare.paired import at_least, compare_pairs, step_seconds, time_pairs
+from fastbench.errors import UserError, unknown
+from fastbench.recipe import get_recipe
 
 
 # Changes: each is a function of a Learner, or the recipe's fields that it sets
@@ -53,7 +54,7 @@ def _ema(learn):
 
 def _opt(impl):
     def f(learn):
-        from fastbench.optimizer import torch_opt
+        from fastbench.train.optimizer import torch_opt
         name = learn.recipe.opt.rpartition('_')[2]  # a recipe's may be fused already
         learn.opt_func, learn.opt = torch_opt(name, impl, **(dict(mom=.9) if name == 'sgd' else {})), None
     return f

@@ -5,7 +5,7 @@
 The digits of scikit-learn, a network of three linear layers (64-256-256-10), batches of 64, AdamW; every loop gets the same list of batches, so that no loader
 is measured. fastai's and ours train with their default callbacks (train/eval, recorder, progress bar); "one-cycle" is their
 `fit_one_cycle` and PyTorch's `OneCycleLR`. One process, one thread; in every round each loop runs beside the
-one that it is set against, first and last or twice between (`fastbench.paired`), so that a machine which grows slower or faster meanwhile does not blur the ratio. Peers that are not installed are left
+one that it is set against, first and last or twice between (`fastbench.compare.paired`), so that a machine which grows slower or faster meanwhile does not blur the ratio. Peers that are not installed are left
 out and named: pip install lightning accelerate transformers.
 Bars: ours with a fused optimizer at most 1.15 times and 70 us a batch above the raw loop with the same optimizer; the profiler at most 10 us a batch.
 """
@@ -34,10 +34,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import OneCycleLR
 
-import fastbench.callback.profiler  # noqa: F401  (adds Learner.profile)
-from fastbench.loop import FastLoop
-from fastbench.optimizer import fused_adamw
-from fastbench.paired import time_pairs
+import fastbench.measure.profiler  # noqa: F401  (adds Learner.profile)
+from fastbench.train.loop import FastLoop
+from fastbench.train.optimizer import fused_adamw
+from fastbench.compare.paired import time_pairs
 
 LR, WD = 1e-3, .01
 

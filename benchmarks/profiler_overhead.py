@@ -2,7 +2,7 @@
 
     python benchmarks/profiler_overhead.py
 
-One process, fits with and without the profiler there and back (`fastbench.paired`). The cost is the median difference of the pairs; the
+One process, fits with and without the profiler there and back (`fastbench.compare.paired`). The cost is the median difference of the pairs; the
 quartiles beside it show how quiet the machine was.
 Bars: 50 us a batch on the host, 1% of a 10 ms step.
 """
@@ -20,8 +20,8 @@ from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from torch import nn
 
-import fastbench.callback.profiler  # noqa: F401  (adds Learner.profile)
-from fastbench.paired import time_pairs
+import fastbench.measure.profiler  # noqa: F401  (adds Learner.profile)
+from fastbench.compare.paired import time_pairs
 
 
 class Net(nn.Module):

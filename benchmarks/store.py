@@ -14,10 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from fastbench.environment import device_info, environment
-from fastbench.phases import LEAVES, Profile, step_columns, to_dict
+from fastbench.machine.environment import device_info, environment
+from fastbench.measure.phases import LEAVES, Profile, step_columns, to_dict
 from fastbench.recipe import recipes
-from fastbench.record import Run
+from fastbench.runs.record import Run
 
 BAR = 2.
 
@@ -54,7 +54,7 @@ def forget(folder):
     return True
 
 
-QUERY = 'import sys, time, pandas; from fastbench.query import runs; t = time.perf_counter(); n = len(runs(sys.argv[1])); print(n, time.perf_counter()-t)'
+QUERY = 'import sys, time, pandas; from fastbench.runs.query import runs; t = time.perf_counter(); n = len(runs(sys.argv[1])); print(n, time.perf_counter()-t)'
 
 
 def query(folder, n):

@@ -6,7 +6,7 @@ Lengths of IMDB's reviews, cut at 512 tokens; random weights (they cost what pub
 many tokens as 16 texts have on average). What a batch costs depends on its lengths, so a round draws few batches that stand for all: the order of an epoch is cut into as many parts as a candidate
 has batches in a round, batches ranked by what they cost (a part's middle, moved by the round's number), one of each part is timed, and the mean of the parts times the number of batches is an
 epoch. Of a batch every second text is computed, padded to the width of all: work grows with the texts, and what
-does not (gradients set to zero, the embedding's own) counts twice on each side, against the faster one. Candidates take turns within a round, in drawn order (`fastbench.paired`); ratios are of one round, judged as pairs of Runs are. One process. It ends with the round in which `--seconds` are over,
+does not (gradients set to zero, the embedding's own) counts twice on each side, against the faster one. Candidates take turns within a round, in drawn order (`fastbench.compare.paired`); ratios are of one round, judged as pairs of Runs are. One process. It ends with the round in which `--seconds` are over,
 after two at least. Bar: the last at least 4 times as fast as random batches with the same regularisation (`values`: dropout of rows of the values, of the same strength;
 `weights` is dropout as published; `kept`: with `KeepMemory`, whose first batch of a fit, which fetches the memory, is not timed; `onednn`: with `OneDNNLinear`).
 """
@@ -30,9 +30,9 @@ from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastcore.basics import noop
 
-from fastbench.callback.keepmemory import KeepMemory
-from fastbench.callback.onednn import OneDNNLinear
-from fastbench.paired import at_least, compare_pairs, time_rounds
+from fastbench.callback.cpu.keepmemory import KeepMemory
+from fastbench.callback.cpu.onednn import OneDNNLinear
+from fastbench.compare.paired import at_least, compare_pairs, time_rounds
 from fastbench.text.hf import hf_model
 from fastbench.text.order import epoch
 from fastbench.text.packed import fast_attention, packed_call

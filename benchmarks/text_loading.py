@@ -22,7 +22,7 @@ import torch
 from fastai.text.data import SortedDL
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from fastbench.paired import time_rounds
+from fastbench.compare.paired import time_rounds
 from fastbench.text.data import hf_dls
 from fastbench.text.order import epoch
 from fastbench.text.sources import load_text_source, source_tokenizer

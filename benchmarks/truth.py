@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 import fastbench
-from fastbench.ab import AB, ab
-from fastbench.launch import launch
+from fastbench.compare.ab import AB, ab
+from fastbench.bench.launch import launch
 from fastbench.recipe import get_recipe
 
 SLOW = '''

@@ -27,7 +27,7 @@ def code(o): return f'`{o}`' if o not in ('', None) else ''
 def commands():
     "name -> function, as the `fastbench` command knows them"
     import fastbench.cli  # noqa: F401, adds the commands
-    from fastbench.terminal import app
+    from fastbench.command.terminal import app
     return {o.name or o.callback.__name__.replace('_', '-'): o.callback for o in app.registered_commands}
 
 
@@ -57,7 +57,7 @@ def options(func):
 
 def commands_page(names):
     "Every command with every option"
-    from fastbench.terminal import app
+    from fastbench.command.terminal import app
     parts = ['# Commands', f'> {app.info.help}', fence('fastbench [--version] [--help] COMMAND [ARGUMENTS] [OPTIONS]', 'sh'),
              'Exit codes: 0 went well, 1 a gate was not passed (`--fail-above`), 2 a mistake in what was asked, 3 the Runs are not comparable, 4 what is needed is not there (data, memory, a network) '
              'or a training failed, 130 interrupted.']
@@ -128,7 +128,7 @@ def sentence(text): return text[:1].upper() + text[1:] + ('' if text.endswith(('
 
 def run_page(root):
     "Every field of a Run, with what a kept one holds"
-    from fastbench.record import SCHEMA, STATUSES, Run
+    from fastbench.runs.record import SCHEMA, STATUSES, Run
     from fastbench.showdoc import ParameterTable, type_name
     kept = sorted(o for o in (root/'benchmarks'/'results').glob('*.json') if not o.name.startswith('selftest-'))  # of trainings
     example = json.loads(kept[-1].read_text(encoding='utf-8')) if kept else {}

@@ -5,7 +5,7 @@ stream has reached it, a copy of pageable memory waits for the stream, at most `
 slow each other here, and a launch never fails."""
 from collections import defaultdict, deque
 
-from fastbench.callback.stopwatch import ManualClock
+from fastbench.measure.stopwatch import ManualClock
 
 
 class Stream:
@@ -78,7 +78,7 @@ class Device:
 
 
 class Queue:
-    "Stands in for `fastbench.callback.device.DeviceQueue`"
+    "Stands in for `fastbench.measure.clock.DeviceQueue`"
     def __init__(self, device, can_hold=True): self.sim,self.side,self.can_hold,self.paused = device,Stream(device),can_hold,0.
     def event(self):
         e = Event()

@@ -21,7 +21,7 @@ from fastbench.text.seq2seq import Summarization
 from fastbench.text.task import task_dls
 from fastbench.text.tokenize import by_text
 from fastbench.text.tokens import TokenClassification
-from fastbench.training import BenchLearner
+from fastbench.train.learner import BenchLearner
 from test_text_data import WORDS
 
 TEXTS = [f'{a} {b}' + f' {b}'*(i % 7) for i, (a, b) in enumerate(zip(WORDS, WORDS[1:]))][:45]  # every text another

@@ -9,14 +9,16 @@ from random import Random
 
 import pytest
 
-from fastbench import ab as module, cli
-from fastbench.ab import AB, RunFailed, ab, interpreter, launch_with, looks, last_level, sides
-from fastbench.launch import Interrupted
-from fastbench.recipe import UserError, get_recipe
-from fastbench.record import Run
-from fastbench.sides import NotComparable
-from fastbench.store import load, load_all, save
-from fastbench.verdict import compare_times
+from fastbench.compare import ab as module
+from fastbench import cli
+from fastbench.compare.ab import AB, RunFailed, ab, interpreter, launch_with, looks, last_level, sides
+from fastbench.bench.launch import Interrupted
+from fastbench.errors import UserError
+from fastbench.recipe import get_recipe
+from fastbench.runs.record import Run
+from fastbench.compare.sides import NotComparable
+from fastbench.runs.store import load, load_all, save
+from fastbench.compare.verdict import compare_times
 
 R = get_recipe('digits-xresnet18')
 
@@ -219,7 +221,7 @@ def test_a_worktree_trains(tmp_path):
     import fastbench
     tree = tmp_path/'a tree'
     shutil.copytree(Path(fastbench.__file__).parent, tree/'fastbench', ignore=shutil.ignore_patterns('__pycache__'))
-    (tree/'fastbench'/'run.py').open('a').write('\nfind_device_of = find_device\ndef find_device(d): Run.weights = "the other"; return find_device_of(d)\nimport fastbench.record\n'
+    (tree/'fastbench'/'run.py').open('a').write('\nfind_device_of = find_device\ndef find_device(d): Run.weights = "the other"; return find_device_of(d)\nimport fastbench.runs.record\n'
                                                 '_save = Run.as_dict\nRun.as_dict = lambda self: _save(self) | dict(sign="the other")\n')
     path = launch_with(tree, get_recipe('digits-xresnet18', epochs=1, batches=2, sample=.1, workers=0), tmp_path/'runs', device='cpu')
     run = load(path)

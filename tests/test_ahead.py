@@ -7,12 +7,12 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from torch import nn
 
-import fastbench.batch_size
-import fastbench.callback.profiler
-from fastbench.callback.ranks import RankDL
-from fastbench.loop import FastLoop
-from fastbench.training import BenchLearner
-from fastbench.transfer import CopiesAhead
+import fastbench.train.batch_size
+import fastbench.measure.profiler
+from fastbench.train.ranks import RankDL
+from fastbench.train.loop import FastLoop
+from fastbench.train.learner import BenchLearner
+from fastbench.train.transfer import CopiesAhead
 from pretend import pretend
 
 CUDA = torch.device('cuda:0')

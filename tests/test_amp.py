@@ -13,9 +13,9 @@ from torch.amp import GradScaler, autocast
 
 import fastbench.callback.amp as amp
 from fastbench.callback.amp import MixedPrecision, check_precision, to_float
-from fastbench.callback.stopwatch import EVENTS
-from fastbench.recipe import UserError
-from fastbench.training import BenchLearner
+from fastbench.measure.stopwatch import EVENTS
+from fastbench.errors import UserError
+from fastbench.train.learner import BenchLearner
 from test_profiler import CANCELS, Raise, Validates, items, on
 
 

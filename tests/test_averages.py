@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastbench.callback.lean import LeanLoss, LeanMetric
+from fastbench.train.fast_callbacks import LeanLoss, LeanMetric
 from fastbench.text.data import hf_dls
 from fastbench.text.learner import hf_learner
 from fastbench.text.lm import CausalLM, TokenPerplexity

@@ -13,15 +13,15 @@ from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper, SGD
 from torch import nn
 
-from fastbench.batch_size import BatchSize, _Room, _again, _search, is_oom, parse_memory
+from fastbench.train.batch_size import BatchSize, _Room, _again, _search, is_oom, parse_memory
 from fastbench.callback.amp import MixedPrecision
 from fastbench.callback.channelslast import ChannelsLast
 from fastbench.callback.checkpointing import GradientCheckpointing
 from fastbench.callback.compiling import Compile
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.half import HalfPrecision
-from fastbench.recipe import UserError
-from fastbench.training import BenchLearner
+from fastbench.errors import UserError
+from fastbench.train.learner import BenchLearner
 
 
 class Net(nn.Module):
@@ -192,7 +192,7 @@ def test_signs_of_memory():
 
 HALF = """
 import psutil, torch
-from fastbench.batch_size import free
+from fastbench.train.batch_size import free
 import sys; sys.path.insert(0, {tests!r})
 from test_batch_size import make
 torch.set_num_threads(1)

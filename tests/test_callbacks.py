@@ -11,7 +11,7 @@ from torch import nn
 from fastbench.callback.amp import MixedPrecision
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.limit import FirstBatches
-from fastbench.training import BenchLearner
+from fastbench.train.learner import BenchLearner
 from test_profiler import items, on
 
 

@@ -11,11 +11,13 @@ import time
 import psutil
 import pytest
 
-from fastbench import __version__, cli, launch as launch_module
-from fastbench.download import DataUnavailable
+from fastbench import __version__
+from fastbench import cli
+from fastbench.bench import launch as launch_module
+from fastbench.machine.download import DataUnavailable
 from fastbench.recipe import as_dict, get_recipe, suites
-from fastbench.record import Run
-from fastbench.store import load, load_all, save
+from fastbench.runs.record import Run
+from fastbench.runs.store import load, load_all, save
 
 LIMIT = 120  # seconds; only against hanging
 
@@ -117,9 +119,9 @@ def test_a_bar_in_a_terminal(tmp_path):
     "With no torch: what is launched is not trained"
     pty = pytest.importorskip('pty')
     code = '''import sys, time
-import fastbench.launch as l
-from fastbench.record import Run
-from fastbench.store import save
+import fastbench.bench.launch as l
+from fastbench.runs.record import Run
+from fastbench.runs.store import save
 def launch(r, folder, tell, **kwargs):
     for i in range(1, 4):
         tell(dict(phase='train', epoch=0, epochs=2, step=i, steps=3)); time.sleep(.2)
@@ -341,5 +343,5 @@ def test_ctrl_c_in_a_terminal(tmp_path):
 
 @pytest.mark.parametrize('said,value', [('true', True), ('True', True), ('false', False), ('None', None), ('.5', .5), ('xresnet34', 'xresnet34'), ('TRUE', 'TRUE')])
 def test_a_value_of_set(said, value):
-    from fastbench.terminal import field
+    from fastbench.command.terminal import field
     assert field(f'x={said}') == ('x', value)

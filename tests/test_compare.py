@@ -10,12 +10,13 @@ import sys
 import pytest
 
 from fastbench import cli
-from fastbench.compare import NotComparable, compare, differences, load_side, run_values
-from fastbench.download import DataUnavailable
-from fastbench.phases import Profile, to_dict
-from fastbench.recipe import Recipe, UserError
-from fastbench.record import Run
-from fastbench.store import save
+from fastbench.compare.runs import NotComparable, compare, differences, load_side, run_values
+from fastbench.machine.download import DataUnavailable
+from fastbench.measure.phases import Profile, to_dict
+from fastbench.errors import UserError
+from fastbench.recipe import Recipe
+from fastbench.runs.record import Run
+from fastbench.runs.store import save
 
 ENV = dict(os='Debian', host='aaaa', cpu='EPYC', cores=dict(physical=2, usable=2), python='3.11.7', versions=dict(torch='2.15.0'), variables=dict(OMP_NUM_THREADS='1'),
            torch=dict(threads=1), git=dict(fastbench=dict(commit='c0ffee', dirty=False)))

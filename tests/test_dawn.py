@@ -11,17 +11,18 @@ from fastai.learner import Learner
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fastbench.schedule  # noqa: F401  (adds fit_linear)
+import fastbench.train.schedule  # noqa: F401  (adds fit_linear)
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.tta import FlipTTA
-from fastbench.ladder import Climb, ladder_recipes, rounds
-from fastbench.learner import bench_learner
-from fastbench.muon import MuonSGD, muon, orthogonal
-from fastbench.phases import Profile, step_columns, to_dict
-from fastbench.recipe import Rung, UserError, but, get_ladder, get_recipe, ladders, register_ladder, suites
-from fastbench.record import Run, from_json
-from fastbench.run import run_recipe
-from fastbench.training import BenchLearner
+from fastbench.compare.ladder import Climb, ladder_recipes, rounds
+from fastbench.bench.learner import bench_learner
+from fastbench.train.muon import MuonSGD, muon, orthogonal
+from fastbench.measure.phases import Profile, step_columns, to_dict
+from fastbench.errors import UserError
+from fastbench.recipe import Rung, but, get_ladder, get_recipe, ladders, register_ladder, suites
+from fastbench.runs.record import Run, from_json
+from fastbench.bench.run import run_recipe
+from fastbench.train.learner import BenchLearner
 from fastbench.vision.augment import augmented
 from fastbench.vision.data import CorruptImage, vision_dls
 from fastbench.vision.kinds import XResNet
@@ -178,7 +179,7 @@ def test_muon_turns_filters_and_nesterov_moves_the_rest():
 
 def test_muon_takes_filters_of_one_shape_together(monkeypatch):
     "The same as one by one, in any layout, however the gradients lie"
-    import fastbench.muon as module
+    import fastbench.train.muon as module
     calls, torch_turn = [], module.turn
     monkeypatch.setattr(module, 'turn', lambda g, steps: (calls.append(tuple(g.shape)), torch_turn(g, steps))[1])
     shapes = [(8, 3, 3, 3), (8, 3, 3, 3), (4, 8, 1, 1), (8, 3, 3, 3)]
@@ -205,7 +206,7 @@ def test_muon_takes_filters_of_one_shape_together(monkeypatch):
 
 
 def test_which_dtype_matrices_are_turned_in(monkeypatch):
-    from fastbench.muon import matmul_dtype
+    from fastbench.train.muon import matmul_dtype
     for capability, dtype in {(9, 0): torch.bfloat16, (8, 0): torch.bfloat16, (7, 5): torch.float16, (7, 0): torch.float16, (6, 1): torch.float32}.items():
         monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
         assert matmul_dtype(torch.device('cuda', 1)) == dtype
@@ -218,7 +219,7 @@ def test_which_dtype_matrices_are_turned_in(monkeypatch):
 
 
 def test_what_cannot_be_compiled_is_turned_all_the_same(monkeypatch):
-    import fastbench.muon as module
+    import fastbench.train.muon as module
     class Cuda(torch.Tensor):
         device = torch.device('cuda')
     def fails(*args): raise RuntimeError('no Triton here\nand more')
@@ -279,7 +280,7 @@ def test_mirrored_prediction_leaves_the_batch_as_it_was():
 
 def test_airbench_on_a_gpu_is_half_and_launches_little(gpu, monkeypatch):
     "Loss, scaler, optimizer, averages and what holds the weights in 16 bits: at most 60 operations a step, Newton-Schulz apart, which is compiled"
-    import fastbench.muon as module
+    import fastbench.train.muon as module
     turned = []
     def turn(g, steps):
         n = gpu.launches

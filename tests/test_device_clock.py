@@ -9,12 +9,12 @@ from fastai.data.core import DataLoaders
 from fastai.optimizer import SGD
 from torch import nn
 
-import fastbench.callback.profiler as profiler_module
-from fastbench.bound import device_parts, verdict
-from fastbench.callback.device import DeviceClock
-from fastbench.callback.timed import copying
-from fastbench.loop import FastLoop
-from fastbench.phases import rows
+import fastbench.measure.profiler as profiler_module
+from fastbench.measure.bound import device_parts, verdict
+from fastbench.measure.clock import DeviceClock
+from fastbench.measure.loader import copying
+from fastbench.train.loop import FastLoop
+from fastbench.measure.phases import rows
 from queue_sim import Device, Queue
 
 LAUNCHES = dict(forward=200, backward=400, step=60)
@@ -184,7 +184,7 @@ def test_many_fits_and_a_cut_one():
 
 def test_the_profile_survives_json():
     import json
-    from fastbench.phases import from_dict, to_dict
+    from fastbench.measure.phases import from_dict, to_dict
     table, _, prof = fit(draw=1e-3)
     again = rows(from_dict(json.loads(json.dumps(to_dict(prof.profile)))))
     assert [r['device_busy'] for r in again] == pytest.approx([r['device_busy'] for r in table], abs=1e-8)

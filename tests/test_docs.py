@@ -153,7 +153,7 @@ def test_recipes_are_those_of_the_registry(built):
 
 
 def test_every_field_of_a_run_is_described(built):
-    from fastbench.record import STATUSES, Run
+    from fastbench.runs.record import STATUSES, Run
     text = (built[0]/'reference/run-fields.md').read_text(encoding='utf-8')
     for o in Run.__dataclass_fields__: assert re.search(rf'^\| `{o}` \| `[^|]*(\\\|[^|]*)?` \| \S', text, re.M), o
     for o in STATUSES: assert f'| `{o}` |' in text
@@ -458,7 +458,7 @@ def _misused(line):
     import shlex
     import typer
     from fastbench.cli import app
-    from fastbench.recipe import UserError
+    from fastbench.errors import UserError
     args = shlex.split(re.split(r'[|>]', line)[0])[1:]
     group = typer.main.get_command(app)
     if args[0] not in group.commands: return f'no command {args[0]}'

@@ -8,12 +8,14 @@ from types import SimpleNamespace as NS
 
 import pytest
 
-from fastbench import cli, doctor as module, launch as launch_module
-from fastbench.doctor import Doctor, doctor, in_words, pairs_needed, sight, spread, trial
-from fastbench.recipe import UserError
-from fastbench.record import Run
-from fastbench.store import save
-from fastbench.verdict import MIN_RUNS, compare_times, t_quantile
+from fastbench import cli
+from fastbench.compare import doctor as module
+from fastbench.bench import launch as launch_module
+from fastbench.compare.doctor import Doctor, doctor, in_words, pairs_needed, sight, spread, trial
+from fastbench.errors import UserError
+from fastbench.runs.record import Run
+from fastbench.runs.store import save
+from fastbench.compare.verdict import MIN_RUNS, compare_times, t_quantile
 
 
 # Pairs

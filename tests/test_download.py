@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fastbench.download import DataUnavailable, UnsafeArchive, build_folder, cache_dir, fetch, unpack
-from fastbench.recipe import UserError
+from fastbench.machine.download import DataUnavailable, UnsafeArchive, build_folder, cache_dir, fetch, unpack
+from fastbench.errors import UserError
 
 BODY = bytes(range(256))*4000
 SHA = hashlib.sha256(BODY).hexdigest()
@@ -130,7 +130,7 @@ def test_a_path_that_is_no_folder(tmp_path):
 
 @pytest.mark.skipif(os.name == 'nt', reason='kill -9')
 def test_killed_downloads_are_swept_away(server, tmp_path):
-    code = f"from fastbench.download import fetch; fetch({server.url+'/stall'!r}, {str(tmp_path/'x')!r})"
+    code = f"from fastbench.machine.download import fetch; fetch({server.url+'/stall'!r}, {str(tmp_path/'x')!r})"
     p = subprocess.Popen([sys.executable, '-c', code])
     wait_for(lambda: list(tmp_path.glob('*.part')) or list(tmp_path.glob('.*.part')))
     p.send_signal(signal.SIGKILL); p.wait()
@@ -275,7 +275,7 @@ def test_killed_unpacking_leaves_nothing_that_looks_complete(tmp_path):
     code = textwrap.dedent(f'''
         import time
         from pathlib import Path
-        from fastbench.download import build_folder
+        from fastbench.machine.download import build_folder
         def fill(tmp): (tmp/'half').write_text('x'); time.sleep(60)
         build_folder({str(tmp_path/'set')!r}, fill)''')
     p = subprocess.Popen([sys.executable, '-c', code])
@@ -289,7 +289,7 @@ def test_killed_unpacking_leaves_nothing_that_looks_complete(tmp_path):
 def test_two_processes_build_once(tmp_path):
     code = textwrap.dedent(f'''
         import time
-        from fastbench.download import build_folder
+        from fastbench.machine.download import build_folder
         def fill(tmp): time.sleep(.5); (tmp/'x').write_text('x')
         print(build_folder({str(tmp_path/'set')!r}, fill))''')
     ps = [subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -319,7 +319,7 @@ def test_cache_dir(monkeypatch, tmp_path):
 
 
 def test_imports_no_torch():
-    out = subprocess.run([sys.executable, '-c', 'import sys, fastbench.download, fastbench.vision.sources; '
+    out = subprocess.run([sys.executable, '-c', 'import sys, fastbench.machine.download, fastbench.vision.sources; '
                           'print([o for o in ("torch", "fastai", "numpy", "sklearn", "urllib.request") if o in sys.modules])'],
                          capture_output=True, text=True, check=True).stdout
     assert out.strip() == '[]'

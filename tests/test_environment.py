@@ -7,8 +7,8 @@ from types import SimpleNamespace as NS
 
 import pytest
 
-from fastbench import environment as e
-from fastbench.recipe import UserError
+from fastbench.machine import environment as e
+from fastbench.errors import UserError
 from test_noise import FakeNVML
 
 
@@ -81,7 +81,7 @@ def test_commit_and_dirty(tmp_path, monkeypatch):
 
 
 def test_torch_is_asked_only_if_it_is_loaded():
-    code = ('import sys; from fastbench.environment import *; got = environment(); device_info("cpu");'
+    code = ('import sys; from fastbench.machine.environment import *; got = environment(); device_info("cpu");'
             'assert "torch" not in sys.modules and "torch" not in got')
     subprocess.run([sys.executable, '-c', code], check=True)
     torch = pytest.importorskip('torch')

@@ -7,10 +7,10 @@ import pytest
 from test_query import profile
 from test_store import make
 
-from fastbench.figures import Goal, peaks_of, read_phases
-from fastbench.recipe import UserError
-from fastbench.record import ADDED, from_json
-from fastbench.store import load, save
+from fastbench.runs.figures import Goal, peaks_of, read_phases
+from fastbench.errors import UserError
+from fastbench.runs.record import ADDED, from_json
+from fastbench.runs.store import load, save
 
 ROOT = Path(__file__).parent.parent
 WRITTEN = sorted([*(ROOT/'benchmarks'/'results').glob('*.json'), *(ROOT/'tests'/'golden').glob('run-*.json')])

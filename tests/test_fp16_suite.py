@@ -12,13 +12,14 @@ import pytest
 import torch
 from torchvision import models
 
-from fastbench.download import DataUnavailable
-from fastbench.learner import bench_learner
-from fastbench.phases import Profile, to_dict
-from fastbench.precision import Precisions
-from fastbench.recipe import UserError, but, expand, get_recipe, published
-from fastbench.record import Run, from_json
-from fastbench.run import run_recipe
+from fastbench.machine.download import DataUnavailable
+from fastbench.bench.learner import bench_learner
+from fastbench.measure.phases import Profile, to_dict
+from fastbench.compare.precision import Precisions
+from fastbench.errors import UserError
+from fastbench.recipe import but, expand, get_recipe, published
+from fastbench.runs.record import Run, from_json
+from fastbench.bench.run import run_recipe
 from fastbench.vision import resnet
 from fastbench.vision.data import vision_dls
 from fastbench.vision.resnet import resnet_weights, torchvision_learner

@@ -20,10 +20,10 @@ from torch.amp import GradScaler
 import fastbench.callback.amp as amp
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.half import HalfPrecision, _to
-from fastbench.callback.stopwatch import EVENTS
-from fastbench.learner import bench_learner
-from fastbench.recipe import UserError
-from fastbench.training import BenchLearner
+from fastbench.measure.stopwatch import EVENTS
+from fastbench.bench.learner import bench_learner
+from fastbench.errors import UserError
+from fastbench.train.learner import BenchLearner
 from test_profiler import CANCELS, Raise, Validates, items, on
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -128,7 +128,7 @@ def test_a_refused_start_changes_nothing():
 
 
 def test_each_replaces_the_other(monkeypatch):
-    monkeypatch.setattr('fastbench.training.check_precision', lambda *a: None)
+    monkeypatch.setattr('fastbench.train.learner.check_precision', lambda *a: None)
     learn = make(None)
     assert learn.to_half().precision == 'half-bf16' and learn.to_half('fp16').precision == 'half-fp16' and learn.to_half(BF16).precision == 'half-bf16'
     assert learn.to_bf16().precision == 'bf16' and learn.to_half().precision == 'half-bf16'

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from fastbench.download import DataUnavailable
-from fastbench.recipe import UserError
+from fastbench.machine.download import DataUnavailable
+from fastbench.errors import UserError
 from fastbench.text import hf as H
 from fastbench.text.hf import HFModel, find_model, hf_config, hf_configs, hf_model, n_params
 from fastbench.text.splitter import hf_splitter, layer_decay, layer_groups

@@ -10,12 +10,12 @@ from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from torch import nn
 
-from fastbench.callback import im2col as module
+from fastbench.callback.cpu import im2col as module
 from fastbench.callback.amp import MixedPrecision
 from fastbench.callback.channelslast import ChannelsLast
 from fastbench.callback.compiling import Compile
 from fastbench.callback.half import HalfPrecision
-from fastbench.callback.im2col import im2col
+from fastbench.callback.cpu.im2col import im2col
 
 GEOMETRIES = [dict(), dict(padding=1), dict(padding=1, stride=2), dict(padding=(2, 1), stride=(1, 2)), dict(padding=2, dilation=2), dict(kernel_size=1), dict(kernel_size=1, stride=2),
               dict(kernel_size=(1, 3), padding=(0, 1)), dict(kernel_size=(3, 2), padding='same'), dict(kernel_size=5, padding=2, stride=3), dict(padding='same', dilation=2), dict(padding='valid')]

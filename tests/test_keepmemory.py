@@ -10,10 +10,10 @@ from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from torch import nn
 
-from fastbench.callback import keepmemory
-from fastbench.callback.keepmemory import KeepMemory, check_malloc
-from fastbench.learner import bench_learner
-from fastbench.recipe import UserError
+from fastbench.callback.cpu import keepmemory
+from fastbench.callback.cpu.keepmemory import KeepMemory, check_malloc
+from fastbench.bench.learner import bench_learner
+from fastbench.errors import UserError
 
 MMAP, PAD, TRIM = -3, -2, -1
 ON, OFF = [(MMAP, 2**31-1), (TRIM, -1), (PAD, 2**26)], [(MMAP, 32*2**20), (TRIM, 64*2**20), (PAD, 2**17), 'trim']
@@ -118,7 +118,7 @@ from fastai.callback.progress import ProgressCallback
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from torch import nn
-from fastbench.callback.keepmemory import KeepMemory, check_malloc
+from fastbench.callback.cpu.keepmemory import KeepMemory, check_malloc
 torch.set_num_threads(1)
 data = [(torch.randn(64, 3, 64, 64), torch.randint(2, (64,))) for _ in range(6)]
 net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2))

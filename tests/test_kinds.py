@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-import fastbench.callback.profiler  # noqa: F401  (adds profile)
+import fastbench.measure.profiler  # noqa: F401  (adds profile)
 from fastbench.errors import UserError
-from fastbench.learner import bench_learner
+from fastbench.bench.learner import bench_learner
 from fastbench.recipe import Recipe, as_dict, but, get_recipe, kinds, recipes, upgrade
-from fastbench.record import from_json
-from fastbench.sides import work
-from fastbench.store import load
+from fastbench.runs.record import from_json
+from fastbench.compare.sides import work
+from fastbench.runs.store import load
 
 ROOT = Path(__file__).resolve().parent.parent
 OLD = sorted((ROOT/'benchmarks'/'results').glob('dawn-photos-*.json')) + [ROOT/'tests'/'golden'/'run-1.json']

@@ -12,11 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fastbench import launch as module
-from fastbench.download import DataUnavailable
-from fastbench.launch import CannotStart, Interrupted, launch
-from fastbench.recipe import UserError, get_recipe
-from fastbench.store import NotKept, load, load_all
+from fastbench.bench import launch as module
+from fastbench.machine.download import DataUnavailable
+from fastbench.bench.launch import CannotStart, Interrupted, launch
+from fastbench.errors import UserError
+from fastbench.recipe import get_recipe
+from fastbench.runs.store import NotKept, load, load_all
 
 pytestmark = pytest.mark.skipif(os.name != 'posix', reason='signals of POSIX')
 SMALL = get_recipe('digits-xresnet18', epochs=1, batches=2, workers=0, bs=32, size=8, sample=.2)
@@ -79,7 +80,7 @@ def test_each_repeat_is_fresh(tmp_path):
 def test_the_module_is_light_and_importing_it_changes_nothing():
     code = '''import os, signal, sys
 before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), dict(os.environ)
-import fastbench.cli, fastbench.launch
+import fastbench.cli, fastbench.bench.launch
 assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), dict(os.environ))
 assert not {'torch', 'fastai', 'transformers', 'numpy', 'pandas'} & set(sys.modules), sys.modules'''
     subprocess.run([sys.executable, '-c', code], check=True, timeout=LIMIT)
@@ -246,7 +247,7 @@ def test_when_a_wish_is_an_interrupt(phase, asked, raises):
 # Orphans and the fork server
 
 PARENT = '''import sys
-from fastbench.launch import launch, CannotStart, Interrupted
+from fastbench.bench.launch import launch, CannotStart, Interrupted
 from fastbench.recipe import get_recipe
 r = get_recipe('digits-xresnet18', epochs=10_000, workers=0, bs=32, size=8, sample=.2)
 try: launch(r, sys.argv[1], lambda o: print(o['phase'], o.get('pid', ''), flush=True), device='cpu')

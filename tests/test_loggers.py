@@ -11,12 +11,12 @@ from fastai.callback.core import CancelFitException, Callback
 from fastai.callback.tensorboard import TensorBoardCallback
 from fastai.test_utils import synth_learner
 
-import fastbench.callback.profiler  # noqa: F401, adds profile
-from fastbench.callback.energy import Energy, joules, zeus_monitor
-from fastbench.callback.logger import LogPhases, _counts, scalars
-from fastbench.phases import Profile, notes, step_columns
-from fastbench.recipe import UserError
-from fastbench.training import BenchLearner
+import fastbench.measure.profiler  # noqa: F401, adds profile
+from fastbench.measure.energy import Energy, joules, zeus_monitor
+from fastbench.measure.logger import LogPhases, _counts, scalars
+from fastbench.measure.phases import Profile, notes, step_columns
+from fastbench.errors import UserError
+from fastbench.train.learner import BenchLearner
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 
@@ -249,7 +249,7 @@ def test_odd_facts_do_not_break_a_table():
 
 
 def test_a_run_tells_its_energy(monkeypatch):
-    from fastbench.run import run_recipe
-    monkeypatch.setattr('fastbench.callback.energy.zeus_monitor', lambda device: Meter())
+    from fastbench.bench.run import run_recipe
+    monkeypatch.setattr('fastbench.measure.energy.zeus_monitor', lambda device: Meter())
     run = run_recipe('digits-xresnet18', epochs=1, batches=2, energy=True)
     assert run.profile['facts']['energy'] == dict(epochs=[dict(cpu=10., dram=1.)]) and 'energy' not in run_recipe('digits-xresnet18', epochs=1, batches=2).profile['facts']

@@ -23,8 +23,8 @@ from fastai.metrics import F1Score, accuracy
 from fastai.torch_core import TensorBase, defaults
 from torch import nn
 
-from fastbench.callback.lean import LeanRecorder, SmoothLoss, _plain
-from fastbench.loop import FastLoop
+from fastbench.train.fast_callbacks import LeanRecorder, SmoothLoss, _plain
+from fastbench.train.loop import FastLoop
 
 EVENTS = [o for o in vars(event) if o.startswith(('before_', 'after_'))]
 CANCELS = [CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,

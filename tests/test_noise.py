@@ -6,7 +6,8 @@ from types import SimpleNamespace as NS
 
 import pytest
 
-from fastbench import environment as e, noise as n
+from fastbench.machine import environment as e
+from fastbench.machine import noise as n
 
 
 def test_own_work_is_not_others():

@@ -6,17 +6,18 @@ import pytest
 import torch
 from fastai.callback.core import Callback
 
-import fastbench.environment as environment
-import fastbench.flops as flops
-import fastbench.run as run_module
-from fastbench.batch_size import is_oom
+import fastbench.machine.environment as environment
+import fastbench.machine.flops as flops
+import fastbench.bench.run as run_module
+from fastbench.train.batch_size import is_oom
 from fastbench.callback.backends import Backends, check_tf32
-from fastbench.callback.device import DeviceQueue, train_device
-from fastbench.failure import explain, is_lost
-from fastbench.learner import bench_learner
-from fastbench.recipe import UserError, get_recipe, recipes
-from fastbench.run import run_recipe
-from fastbench.training import find_device, precision_on
+from fastbench.measure.clock import DeviceQueue, train_device
+from fastbench.bench.failure import explain, is_lost
+from fastbench.bench.learner import bench_learner
+from fastbench.errors import UserError
+from fastbench.recipe import get_recipe, recipes
+from fastbench.bench.run import run_recipe
+from fastbench.train.learner import find_device, precision_on
 from pretend import pretend
 
 SMALL = dict(offline=True, epochs=1, batches=4, bs=16, workers=0)
@@ -209,7 +210,7 @@ def test_the_searching_model_is_gone_when_the_largest_batch_trains(gpu):
 
 def test_seconds_are_of_the_fit_alone(monkeypatch):
     "Not of counting FLOPs, nor of measuring the peak, after it"
-    import fastbench.callback.profiler as profiler_module
+    import fastbench.measure.profiler as profiler_module
     from time import sleep
     monkeypatch.setattr(profiler_module, 'matmul_peak', lambda *a: sleep(1.5) or 1e12)
     run = quiet(device='cpu', target=.99)
@@ -252,7 +253,7 @@ def test_our_own_search_is_nobody_elses_work(monkeypatch):
 
 def test_memory_is_asked_before_anything_was_initialised(gpu):
     "As of a Learner of texts that is profiled before a tensor was on the GPU"
-    from fastbench.memory import PeakMemory
+    from fastbench.machine.memory import PeakMemory
     assert not gpu.initialized
     assert PeakMemory(torch.device('cuda:0')).start().stop()['device'] == 0
 

@@ -9,14 +9,14 @@ from fastai.learner import Learner
 from fastcore.foundation import L
 from torch import nn
 
-from fastbench.callback import onednn
+from fastbench.callback.cpu import onednn
 from fastbench.callback.amp import MixedPrecision, native_bf16
 from fastbench.callback.checkpointing import GradientCheckpointing
 from fastbench.callback.compiling import Compile
 from fastbench.callback.half import HalfPrecision
-from fastbench.callback.onednn import OneDNNLinear, check_onednn
-from fastbench.learner import bench_learner
-from fastbench.recipe import UserError
+from fastbench.callback.cpu.onednn import OneDNNLinear, check_onednn
+from fastbench.bench.learner import bench_learner
+from fastbench.errors import UserError
 
 
 def build(): return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, '_linear_pointwise')

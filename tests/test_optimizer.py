@@ -17,10 +17,10 @@ from torch import nn
 import fastbench.callback.amp as amp
 from fastbench.callback.amp import MixedPrecision
 from fastbench.callback.half import HalfPrecision
-from fastbench.learner import bench_learner
-from fastbench.optimizer import TorchOptimizer, foreach_adam, foreach_adamw, foreach_sgd, fused_adam, fused_adamw, fused_sgd, torch_opt
-from fastbench.recipe import UserError
-from fastbench.training import BenchLearner
+from fastbench.bench.learner import bench_learner
+from fastbench.train.optimizer import TorchOptimizer, foreach_adam, foreach_adamw, foreach_sgd, fused_adam, fused_adamw, fused_sgd, torch_opt
+from fastbench.errors import UserError
+from fastbench.train.learner import BenchLearner
 from test_profiler import on
 
 PAIRS = {

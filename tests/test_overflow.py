@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastbench.callback.amp as amp
 from fastbench.callback.amp import MixedPrecision, StepLog, skips_on_device
 from fastbench.callback.half import HalfPrecision
-from fastbench.muon import muon
-from fastbench.optimizer import foreach_adamw, fused_adam, fused_adamw, fused_sgd
-from fastbench.training import BenchLearner
+from fastbench.train.muon import muon
+from fastbench.train.optimizer import foreach_adamw, fused_adam, fused_adamw, fused_sgd
+from fastbench.train.learner import BenchLearner
 from test_profiler import on
 
 pytestmark = pytest.mark.usefixtures('one_thread')

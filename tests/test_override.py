@@ -15,7 +15,7 @@ from fastbench.callback.amp import MixedPrecision
 from fastbench.callback.channelslast import ChannelsLast
 from fastbench.callback.checkpointing import GradientCheckpointing
 from fastbench.callback.half import HalfPrecision
-from fastbench.callback.onednn import OneDNNLinear
+from fastbench.callback.cpu.onednn import OneDNNLinear
 from fastbench.callback.override import has_method, override
 
 

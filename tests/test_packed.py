@@ -6,7 +6,7 @@ from transformers import (AlbertConfig, AutoModelForCausalLM, AutoModelForMasked
                           DebertaV2Config, DistilBertConfig, ElectraConfig, GPT2Config, LlamaConfig, MistralConfig, MobileBertConfig, ModernBertConfig, Qwen2Config,
                           RobertaConfig, T5Config, XLMRobertaConfig, XLNetConfig)
 
-from fastbench.recipe import UserError
+from fastbench.errors import UserError
 from fastbench.text.check import check_packed
 from fastbench.text.kernels import _by_text, _dense
 from fastbench.text.packed import Bounds, fast_attention, packed_call

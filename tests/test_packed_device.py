@@ -11,8 +11,8 @@ from fastai.callback.core import Callback
 import fastbench.callback.amp as amp
 from fastbench.callback.compiling import Compile
 from fastbench.callback.ema import EMACallback
-from fastbench.optimizer import fused_adamw
-from fastbench.recipe import UserError
+from fastbench.train.optimizer import fused_adamw
+from fastbench.errors import UserError
 from fastbench.text import kernels
 from fastbench.text.data import hf_dls
 from fastbench.text.learner import hf_learner

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from fastbench.recipe import UserError
+from fastbench.errors import UserError
 from fastbench.text.data import hf_dls
 from fastbench.text.learner import hf_learner, load_hf_learner
 from fastbench.text.task import task_dls

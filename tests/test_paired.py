@@ -10,8 +10,8 @@ from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from torch import nn
 
-from fastbench.paired import at_least, compare_pairs, step_seconds, time_pairs, time_rounds
-from fastbench.verdict import MIN_RUNS, compare_times
+from fastbench.compare.paired import at_least, compare_pairs, step_seconds, time_pairs, time_rounds
+from fastbench.compare.verdict import MIN_RUNS, compare_times
 
 ROOT = Path(__file__).parent.parent
 
@@ -87,7 +87,7 @@ def learner(n=6):
 
 def test_steps_of_a_learner(monkeypatch):
     learn, ticks = learner(), iter([0., 50., 51., 53., 56., 60.])
-    monkeypatch.setattr('fastbench.paired.perf_counter', lambda: next(ticks))
+    monkeypatch.setattr('fastbench.compare.paired.perf_counter', lambda: next(ticks))
     before = [type(o) for o in learn.cbs]
     assert step_seconds(learn, 2) == 2.5 and next(ticks, None) is None, 'the median of 1, 2, 3, 4: a tick a training step, none of validation'
     assert [type(o) for o in learn.cbs] == before

@@ -19,15 +19,15 @@ from fastai.vision.core import TensorImage
 from torch import nn
 from torch.utils.data import DataLoader as TorchDataLoader, TensorDataset
 
-import fastbench.callback.profiler as profiler_module
-from fastbench.callback.profiler import Profiler
-from fastbench.callback.device import DeviceClock
-from fastbench.callback.stopwatch import DRAW, DRAWN, END, EVENTS, FIRST, LAST, ManualClock, Stopwatch
-from fastbench.callback.timed import TimedLoader, batch_size
-from fastbench.flops import measure_peak
-from fastbench.loop import FastLoop
-from fastbench.phases import TRAIN, VALID, rows, values
-from fastbench.recipe import UserError
+import fastbench.measure.profiler as profiler_module
+from fastbench.measure.profiler import Profiler
+from fastbench.measure.clock import DeviceClock
+from fastbench.measure.stopwatch import DRAW, DRAWN, END, EVENTS, FIRST, LAST, ManualClock, Stopwatch
+from fastbench.measure.loader import TimedLoader, batch_size
+from fastbench.machine.flops import measure_peak
+from fastbench.train.loop import FastLoop
+from fastbench.measure.phases import TRAIN, VALID, rows, values
+from fastbench.errors import UserError
 
 CANCELS = [CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
            CancelTrainException, CancelValidException]
@@ -603,7 +603,7 @@ def test_peak_memory_per_fit():
 
 def test_flops(monkeypatch, tmp_path):
     monkeypatch.setenv('FASTBENCH_HOME', str(tmp_path))
-    monkeypatch.setattr('fastbench.flops.measure_peak', lambda device, precision: 1e12)
+    monkeypatch.setattr('fastbench.machine.flops.measure_peak', lambda device, precision: 1e12)
     learn = make().profile(flops=True)
     learn.fit(1)
     e = learn.profiler.profile.facts['efficiency']
@@ -616,8 +616,8 @@ def test_the_peak_of_slow_arithmetic_takes_no_minutes(monkeypatch):
     "As of bf16 where it is emulated"
     sides, clock = [], [0.]
     def slow(a, b): sides.append(len(a)); clock[0] += 2*len(a)**3/1e9  # 1 GFLOP/s
-    monkeypatch.setattr('fastbench.flops._products', lambda *_: [slow])
-    monkeypatch.setattr('fastbench.flops.perf_counter', lambda: clock[0])
+    monkeypatch.setattr('fastbench.machine.flops._products', lambda *_: [slow])
+    monkeypatch.setattr('fastbench.machine.flops.perf_counter', lambda: clock[0])
     assert measure_peak(precision='bf16') == pytest.approx(1e9) and set(sides) == {512}
 
 
@@ -736,7 +736,7 @@ def plain(kind):
 @pytest.mark.parametrize('tokens', [0, .5, 1])
 def test_tape(n, every, odd, tokens):
     "What is credited from the tape is what marks would have credited, to the last bit, however often it is replayed"
-    from fastbench.phases import Profile, to_dict
+    from fastbench.measure.phases import Profile, to_dict
     class Random:
         def __init__(self): self.now,self.rng = 0.,random.Random(1)
         def __call__(self):

@@ -11,7 +11,7 @@ from fastai.text.all import AWD_LSTM, TextDataLoaders, text_classifier_learner
 from fastai.vision.all import DataBlock, ImageBlock, PILImage, RandomSplitter, resnet18, vision_learner
 from sklearn.datasets import load_digits
 
-import fastbench.callback.profiler  # noqa: F401  (adds Learner.profile)
+import fastbench.measure.profiler  # noqa: F401  (adds Learner.profile)
 from test_profiler import adds_up, clean, value
 
 pytestmark = pytest.mark.filterwarnings('ignore')

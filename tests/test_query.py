@@ -10,12 +10,14 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 
-from fastbench import query, record, store
-from fastbench.phases import Profile, step_columns, to_dict
-from fastbench.query import COLUMNS, export, moment, row, runs, select, steps
-from fastbench.recipe import UserError
-from fastbench.record import Run, from_head, from_json
-from fastbench.store import load, save
+from fastbench.runs import query
+from fastbench.runs import record
+from fastbench.runs import store
+from fastbench.measure.phases import Profile, step_columns, to_dict
+from fastbench.runs.query import COLUMNS, export, moment, row, runs, select, steps
+from fastbench.errors import UserError
+from fastbench.runs.record import Run, from_head, from_json
+from fastbench.runs.store import load, save
 from test_store import made, make, same
 
 GOLDEN = Path(__file__).parent/'golden'

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip('accelerate')
 from fastai.distributed import DistributedDL
 
-from fastbench.recipe import UserError
+from fastbench.errors import UserError
 from fastbench.text.loader import TextDL
 from fastbench.text.rnn import BPTTLoader
 from test_text_data import WORDS, make_tokenizer
@@ -127,7 +127,7 @@ def test_rows_of_words_are_split_not_windows(ranks):
 # without processes
 
 def test_a_loader_made_before_its_processes_is_refused(monkeypatch):
-    from fastbench.callback.ranks import RankTrainer
+    from fastbench.train.ranks import RankTrainer
     dl = TextDL(['ba be']*4, make_tokenizer())
     cb = RankTrainer(cpu=True)
     monkeypatch.setenv('WORLD_SIZE', '2')
@@ -135,7 +135,7 @@ def test_a_loader_made_before_its_processes_is_refused(monkeypatch):
 
 
 def test_one_process_predicts_as_ever(monkeypatch):
-    from fastbench.callback.ranks import RankTrainer
+    from fastbench.train.ranks import RankTrainer
     from ranks import numbers
     learn = numbers()
     with learn.no_bar():
@@ -165,9 +165,9 @@ def test_ranks_are_found_in_the_environment(monkeypatch):
 
 
 def test_without_accelerate_it_is_one_line(monkeypatch):
-    from fastbench.learner import bench_learner
-    from fastbench.recipe import UserError
+    from fastbench.bench.learner import bench_learner
+    from fastbench.errors import UserError
     learn = bench_learner('digits-xresnet18', device='cpu')
-    monkeypatch.setattr('fastbench.training.find_spec', lambda name: None)
+    monkeypatch.setattr('fastbench.train.learner.find_spec', lambda name: None)
     with pytest.raises(UserError, match=r'fastbench\[distributed\]'): learn.to_distributed(cpu=True)
     assert not hasattr(learn, 'distributed_trainer')

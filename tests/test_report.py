@@ -12,14 +12,15 @@ from urllib.parse import unquote
 import pytest
 from fastcore.xml import to_xml
 
-from fastbench.charts import extremes, plot_accuracy, plot_distribution, plot_memory, plot_phases, plot_timeline, slow_steps, steps_of
-from fastbench.download import DataUnavailable
-from fastbench.page import clean, csv_text, drawn, file_name
-from fastbench.phases import Profile, to_dict
-from fastbench.recipe import Recipe, UserError
-from fastbench.record import Run
-from fastbench.report import report
-from fastbench.store import save
+from fastbench.page.charts import extremes, plot_accuracy, plot_distribution, plot_memory, plot_phases, plot_timeline, slow_steps, steps_of
+from fastbench.machine.download import DataUnavailable
+from fastbench.page.html import clean, csv_text, drawn, file_name
+from fastbench.measure.phases import Profile, to_dict
+from fastbench.errors import UserError
+from fastbench.recipe import Recipe
+from fastbench.runs.record import Run
+from fastbench.page.report import report
+from fastbench.runs.store import save
 
 
 def made(i=0, side=0, n=40, scale=1., status='ok', name='digits-xresnet18', precision='fp32', profile=True, valid=True, warm=1, accuracy=.9, keep=2**16, epochs=2, **kw):
@@ -289,7 +290,7 @@ def test_what_must_not_be_overlooked_is_said(html):
 
 
 def test_verdicts_are_those_of_compare():
-    from fastbench.compare import compare
+    from fastbench.compare.runs import compare
     a, b = MANY[::2], MANY[1::2]
     r = report(b, against=a, on='precision')
     assert r.compared[0].rows == compare(a, b, on='precision').rows and r.compared[0].verdicts['overall', 'fit'].verdict == 'slower'
@@ -419,7 +420,7 @@ def test_command_without_torch(kept):
 def test_whatever_an_element_gets_is_text():
     "fastcore.xml escapes texts and nothing else: an error, bytes or a number of somebody's own go through its hands as they are"
     from fastcore.xml import to_xml
-    from fastbench.page import h, table
+    from fastbench.page.html import h, table
     class Odd:
         def __str__(self): return '<b onload="x">'
     for o in (UserError('<b onload="x">'), b'<b onload="x">', Odd(), ['<b onload="x">'], ([Odd()], None)):
@@ -438,10 +439,10 @@ def test_a_comparison_that_fails_says_why_as_text():
 
 
 def test_a_section_is_a_function_in_a_list(monkeypatch):
-    from fastbench import sections
-    from fastbench.page import h
+    from fastbench.page import sections
+    from fastbench.page.html import h
     monkeypatch.setattr(sections, 'SECTIONS', sections.SECTIONS[:])
-    monkeypatch.setattr('fastbench.report.SECTIONS', sections.SECTIONS)
+    monkeypatch.setattr('fastbench.page.report.SECTIONS', sections.SECTIONS)
     @sections.section('Seeds & such')
     def seeds(shown): return [h.p(f'{s.mark}: <{s.run.seed}>') for s in shown.all]
     @sections.section('Nothing')

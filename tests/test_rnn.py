@@ -6,11 +6,11 @@ import torch
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientClip
 
-import fastbench.callback.profiler # learn.profile
-from fastbench.batch_size import BatchSize
+import fastbench.measure.profiler # learn.profile
+from fastbench.train.batch_size import BatchSize
 from fastbench.callback.compiling import Compile
 from fastbench.callback.ema import EMACallback
-from fastbench.recipe import UserError
+from fastbench.errors import UserError
 from fastbench.text.rnn import (BPTTLoader, Penalties, WordVocab, generate, lm_dls, rnn_archs, rnn_learner, word_lm, word_tokens)
 from fastbench.text.sources import Texts, TextSet, text_sources
 

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-import fastbench.run as module
-from fastbench.callback.timed import TimedLoader
-from fastbench.phases import LEAVES, from_dict
-from fastbench.recipe import UserError, as_dict, get_recipe, recipes
-from fastbench.record import from_json, plain
-from fastbench.learner import bench_learner
-from fastbench.run import run_recipe
-from fastbench.training import find_device
+import fastbench.bench.run as module
+from fastbench.measure.loader import TimedLoader
+from fastbench.measure.phases import LEAVES, from_dict
+from fastbench.errors import UserError
+from fastbench.recipe import as_dict, get_recipe, recipes
+from fastbench.runs.record import from_json, plain
+from fastbench.bench.learner import bench_learner
+from fastbench.bench.run import run_recipe
+from fastbench.train.learner import find_device
 
 SMALL = dict(epochs=1, batches=2, workers=0, bs=32, size=8, sample=.2, device='cpu')
 

@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-import fastbench.checks as checks
-from fastbench.checks import CHECKS, Here, NotHere
-from fastbench.recipe import UserError
-from fastbench.selftest import Selftest, selftest
-from fastbench.store import load, save
+import fastbench.selftest.checks as checks
+from fastbench.selftest.checks import CHECKS, Here, NotHere
+from fastbench.errors import UserError
+from fastbench.selftest.report import Selftest, selftest
+from fastbench.runs.store import load, save
 from pretend import pretend
 
 
@@ -90,7 +90,7 @@ def test_a_failed_check_is_the_exit_code(few, tmp_path):
 def test_a_report_of_a_folder_with_one(few, tmp_path, root):
     save(selftest('cpu').run, tmp_path)
     for o in list((root/'benchmarks'/'results').glob('dawn-photos-airbench*.json'))[:1]: shutil.copy(o, tmp_path)
-    from fastbench.report import report
+    from fastbench.page.report import report
     assert 'selftest' in report(tmp_path).html
 
 
@@ -114,7 +114,7 @@ def test_what_a_cpu_cannot_answer(name):
 
 
 def test_a_packed_batch_that_is_wrong_is_found(monkeypatch):
-    from fastbench.checks import packed_call
+    from fastbench.selftest.checks import packed_call
     monkeypatch.setattr(checks, 'packed_call', lambda m, x, *a: [packed_call(m, x, *a)[0].roll(1, 1)])
     row, = selftest('cpu', only=('packed',)).rows
     assert row['verdict'] == 'failed' and row['detail'].startswith('BERT in fp32: packed and padded differ by')
@@ -152,7 +152,7 @@ def test_waits_are_counted_by_what_pytorch_says(monkeypatch, gpu):
 
 def test_readme_and_docs_say_on_what_it_was_kept(root):
     "The table grows by Runs in benchmarks/results, and must not be behind them"
-    from fastbench.selftest import hardware
+    from fastbench.selftest.report import hardware
     table = hardware(root/'benchmarks'/'results')
     assert table.rows and all(o['failed'] == 0 for o in table.rows)
     for line in table.to_markdown().splitlines():

@@ -15,7 +15,7 @@ from torch import nn
 
 from fastbench.callback.amp import MixedPrecision
 from fastbench.callback.half import HalfPrecision
-from fastbench.callback.smallmaps import SmallMaps, _meets_all
+from fastbench.callback.cpu.smallmaps import SmallMaps, _meets_all
 
 bf16 = pytest.mark.usefixtures('bf16')
 

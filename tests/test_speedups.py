@@ -23,8 +23,8 @@ from fastbench.callback.compiling import Compile
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.half import HalfPrecision
 from fastbench.callback.target import TimeToAccuracy
-from fastbench.recipe import UserError
-from fastbench.training import BenchLearner
+from fastbench.errors import UserError
+from fastbench.train.learner import BenchLearner
 
 
 def nothing(): pass

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from fastbench import store
-from fastbench.recipe import UserError
-from fastbench.record import STATUSES, Run, from_json, new_id, plain, when
-from fastbench.store import NotKept, check_folder, files, find, load, load_all, save, write_whole
+from fastbench.runs import store
+from fastbench.errors import UserError
+from fastbench.runs.record import STATUSES, Run, from_json, new_id, plain, when
+from fastbench.runs.store import NotKept, check_folder, files, find, load, load_all, save, write_whole
 
 
 def make(**kwargs): return Run(**{'recipe': dict(name='digits-xresnet18', bs=64), **kwargs})
@@ -160,8 +160,8 @@ def test_leftovers_are_cleared_and_nothing_else(tmp_path):
 
 WRITER = '''
 import sys
-from fastbench.record import Run
-from fastbench.store import save
+from fastbench.runs.record import Run
+from fastbench.runs.store import save
 
 class Fast(Run):  # made in no time, so that most of the time is spent writing
     def to_json(self): return text.replace('THE ID', self.id)

@@ -3,12 +3,13 @@ import json
 
 import pytest
 
-from fastbench.ladder import Climb
-from fastbench.precision import Precisions
-from fastbench.recipe import UserError, get_recipe, published, register_suite
+from fastbench.compare.ladder import Climb
+from fastbench.compare.precision import Precisions
+from fastbench.errors import UserError
+from fastbench.recipe import get_recipe, published, register_suite
 from fastbench.recipe import _suites, _variants
-from fastbench.record import Run, plain
-from fastbench.suite import Suite, changed, plot_suite, suite, suite_rows, suite_table
+from fastbench.runs.record import Run, plain
+from fastbench.compare.suite import Suite, changed, plot_suite, suite, suite_rows, suite_table
 
 
 def made_up(name, precision='fp16', took=100., data=None, recipe=(), **kwargs):
@@ -75,21 +76,21 @@ def test_shown_everywhere():
 
 
 def test_as_python(monkeypatch, tmp_path):
-    import fastbench.launch
-    from fastbench.store import save
+    import fastbench.bench.launch
+    from fastbench.runs.store import save
     register_suite('mine', 'digits-xresnet18', 'photos-xresnet18')
     asked = []
     def launch(recipe, folder, tell, repeat, **kwargs):
         asked.append((recipe.name, repeat, recipe.epochs))
         if recipe.name.startswith('photos'): raise UserError('no photos here')
         return save(made_up(recipe.name, 'fp32', 5. + repeat, recipe=vars(recipe)), folder)
-    monkeypatch.setattr(fastbench.launch, 'launch', launch)
+    monkeypatch.setattr(fastbench.bench.launch, 'launch', launch)
     try:
         t = suite('mine', tmp_path, repeats=2, epochs=2)
         assert sorted(asked) == [('digits-xresnet18', 0, 2), ('digits-xresnet18', 1, 2), ('photos-xresnet18', 0, 2)], 'what was refused is not tried again'
         assert by(t)['digits-xresnet18', 'fp32']['seconds'] == 5.5 and 'photos' in str(t)
         with pytest.raises(UserError, match="suite 'mien'"): suite('mien')
-        monkeypatch.setattr(fastbench.launch, 'launch', lambda *args, **kwargs: (_ for _ in ()).throw(UserError('not here')))
+        monkeypatch.setattr(fastbench.bench.launch, 'launch', lambda *args, **kwargs: (_ for _ in ()).throw(UserError('not here')))
         with pytest.raises(UserError, match='nothing of suite mine could be run: not here'): suite('mine', tmp_path)
     finally:
         for d in (_suites, _variants): del d['mine']

@@ -13,8 +13,8 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
-from fastbench.download import DataUnavailable
-from fastbench.recipe import UserError
+from fastbench.machine.download import DataUnavailable
+from fastbench.errors import UserError
 from fastbench.text.data import HFTextBlock, as_frame, hf_dls, labels_of
 from fastbench.text.loader import TextDataset, TextDL
 from fastbench.text.order import epoch, kinds

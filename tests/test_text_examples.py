@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import BertConfig, DebertaV2Config, DistilBertConfig, ElectraConfig, ModernBertConfig, RobertaConfig
 
-from fastbench.recipe import UserError
+from fastbench.errors import UserError
 from fastbench.text.data import hf_dls
 from fastbench.text.learner import hf_learner
 from fastbench.text.order import kinds

@@ -8,11 +8,11 @@ import torch
 from fastai.data.core import DataLoaders
 from fastai.optimizer import SGD
 
-import fastbench.batch_size, fastbench.callback.profiler
+import fastbench.train.batch_size, fastbench.measure.profiler
 from fastbench.callback.checkpointing import GradientCheckpointing
 from fastbench.callback.ema import EMACallback
-from fastbench.download import DataUnavailable
-from fastbench.recipe import UserError
+from fastbench.machine.download import DataUnavailable
+from fastbench.errors import UserError
 from fastbench.text.data import HFTextBlock, hf_dls
 from fastbench.text.hf import hf_model
 from fastbench.text.learner import HFLearner, hf_learner, load_hf_learner

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, RobertaConfig
 
-from fastbench.recipe import UserError
+from fastbench.errors import UserError
 from fastbench.text.data import HFTextBlock, hf_dls
 from fastbench.text.hf import hf_model
 from fastbench.text.learner import hf_learner, load_hf_learner
@@ -109,7 +109,7 @@ def test_an_exported_learner_knows_it_still(tok, tmp_path):
 
 def test_a_run_tells_it(monkeypatch, tmp_path):
     "A recipe's tokenizer of GPT-2's kind has no token to pad with"
-    from fastbench.run import run_recipe
+    from fastbench.bench.run import run_recipe
     monkeypatch.setenv('FASTBENCH_HOME', str(tmp_path))
     run = run_recipe('docstrings-distilbert', device='cpu', offline=True, arch='gpt2-tiny', data='reviews', sample=.02, bs=8, batches=1, epochs=1, workers=0, max_length=32)
     assert run.status == 'ok' and run.data['pad_fallback'] == '<|endoftext|>' and sum('no token to pad' in o for o in run.warnings) == 1

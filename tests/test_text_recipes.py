@@ -4,10 +4,11 @@ import warnings
 import pytest
 import torch
 
-from fastbench.ladder import Climb, ladder_recipes
-from fastbench.learner import bench_learner
-from fastbench.recipe import UserError, get_ladder, recipes, suites
-from fastbench.run import run_recipe
+from fastbench.compare.ladder import Climb, ladder_recipes
+from fastbench.bench.learner import bench_learner
+from fastbench.errors import UserError
+from fastbench.recipe import get_ladder, recipes, suites
+from fastbench.bench.run import run_recipe
 
 SMALL = dict(device='cpu', offline=True)
 TINY = SMALL | dict(sample=.03, epochs=1)

@@ -3,8 +3,8 @@ import re, socket, subprocess, sys, time, warnings
 
 import pytest
 
-from fastbench.download import DataUnavailable
-from fastbench.recipe import UserError
+from fastbench.machine.download import DataUnavailable
+from fastbench.errors import UserError
 from fastbench.text import sources as ts
 from fastbench.text.docstrings import docstrings_of, group_texts, package_docstrings, packages
 from fastbench.text.reviews import fingerprint, make_reviews, review_lengths

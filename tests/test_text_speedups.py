@@ -8,11 +8,11 @@ import pytest
 import torch
 from fastai.data.core import DataLoaders
 
-import fastbench.batch_size, fastbench.callback.profiler  # noqa: F401, E401
-from fastbench.batch_size import _rows
-from fastbench.callback import onednn
+import fastbench.train.batch_size, fastbench.measure.profiler  # noqa: F401, E401
+from fastbench.train.batch_size import _rows
+from fastbench.callback.cpu import onednn
 from fastbench.callback.ema import EMACallback
-from fastbench.callback.timed import batch_size
+from fastbench.measure.loader import batch_size
 from fastbench.text.data import hf_dls
 from fastbench.text.learner import HFLearner, hf_learner
 from fastbench.text.qa import QuestionAnswering

@@ -5,7 +5,7 @@ import fastai.callback.schedule
 import pytest
 import torch
 
-from fastbench.recipe import UserError
+from fastbench.errors import UserError
 from fastbench.text.data import hf_dls
 from fastbench.text.learner import hf_learner
 from fastbench.text.lm import CausalLM, MaskedLM

@@ -5,11 +5,11 @@ from fastai.callback.core import Callback
 from fastai.callback.schedule import Learner  # noqa: F401  (adds fit_one_cycle)
 from transformers import ByT5Tokenizer
 
-import fastbench.callback.profiler  # noqa: F401  (adds profile)
+import fastbench.measure.profiler  # noqa: F401  (adds profile)
 from fastbench.callback.checkpointing import GradientCheckpointing
 from fastbench.callback.ema import EMACallback
-from fastbench.optimizer import fused_adamw
-from fastbench.phases import values
+from fastbench.train.optimizer import fused_adamw
+from fastbench.measure.phases import values
 from fastbench.text.data import hf_dls
 from fastbench.text.learner import hf_learner
 from fastbench.text.loader import TextDL

@@ -9,8 +9,8 @@ from fastai.torch_core import TensorImage
 from transformers import BatchEncoding
 
 from fastbench.text.rnn import lm_dls
-from fastbench.callback.timed import on_copy
-from fastbench.transfer import CopiesAhead, batches_on, pinned, put
+from fastbench.measure.loader import on_copy
+from fastbench.train.transfer import CopiesAhead, batches_on, pinned, put
 from fastbench.vision.augment import augmented, prepare, prepare_on
 from fastbench.vision.data import vision_dls
 from fastbench.text.data import hf_dls

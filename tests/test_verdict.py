@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 from scipy import stats
 
-from fastbench.recipe import UserError
-from fastbench.verdict import compare_many, compare_times, family, holm, percent, shown_above, t_quantile, t_tail
+from fastbench.errors import UserError
+from fastbench.compare.verdict import compare_many, compare_times, family, holm, percent, shown_above, t_quantile, t_tail
 
 TRIALS = 200
 CLAIMS = ('faster', 'slower')
@@ -271,5 +271,5 @@ def test_any_times_give_json(xs, paired, threshold):
 
 
 def test_light():
-    code = "import sys, fastbench.verdict; print([o for o in ('torch', 'fastai', 'transformers', 'scipy', 'pandas', 'numpy') if o in sys.modules])"
+    code = "import sys, fastbench.compare.verdict; print([o for o in ('torch', 'fastai', 'transformers', 'scipy', 'pandas', 'numpy') if o in sys.modules])"
     assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.strip() == '[]'

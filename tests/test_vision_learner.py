@@ -12,10 +12,10 @@ from fastai.torch_core import params
 from fastai.vision.models import xresnet
 from torch import nn
 
-from fastbench import hub
-from fastbench.download import DataUnavailable
-from fastbench.recipe import UserError
-from fastbench.training import BenchLearner
+from fastbench.machine import hub
+from fastbench.machine.download import DataUnavailable
+from fastbench.errors import UserError
+from fastbench.train.learner import BenchLearner
 from fastbench.vision.data import vision_dls
 from fastbench.vision.learner import (fill_body, item_shape, normalize_as, timm_learner, timm_model, timm_splitter, xresnet50_weights, xresnet_archs,
                                       xresnet_learner, xresnet_splitter)

@@ -19,17 +19,18 @@ sys.path.insert(0, str(Path(__file__).parent))  # as a script
 
 import fastbench.all
 import fastbench.callback.amp as amp
-import fastbench.run as run
+import fastbench.bench.run as run
 from fastbench.callback.checkpointing import GradientCheckpointing
 from fastbench.callback.ema import EMACallback
-from fastbench.callback.keepmemory import KeepMemory
+from fastbench.callback.cpu.keepmemory import KeepMemory
 from fastbench.callback.limit import FirstBatches
-from fastbench.callback.logger import LogPhases
-from fastbench.callback.onednn import OneDNNLinear
+from fastbench.measure.logger import LogPhases
+from fastbench.callback.cpu.onednn import OneDNNLinear
 from fastbench.callback.target import TimeToAccuracy
 from fastbench.callback.tta import FlipTTA
-from fastbench.learner import bench_learner
-from fastbench.recipe import UserError, recipes
+from fastbench.bench.learner import bench_learner
+from fastbench.errors import UserError
+from fastbench.recipe import recipes
 from fastbench.text import recipes as text_recipes
 from pretend import pretend
 from test_text_data import make_tokenizer
