@@ -12,15 +12,15 @@ from fastcore.nbio import read_nb
 
 from convert import fence, linked
 
-GROUPS = dict(learners='Learners', callbacks='Callbacks', text='Text', vision='Vision', runs='Runs and statistics', cli='Command line')
-LEARNERS = set('learner training loop optimizer muon schedule batch_size transfer all'.split())
+GROUPS = dict(learners='Learners', measure='Measuring', callbacks='Callbacks', text='Text', vision='Vision', runs='Runs and statistics', cli='Command line',
+              machine='The machine')
+WINGS = dict(train='learners', bench='learners', all='learners', experiments='learners', recipe='learners', rules='learners', measure='measure', callback='callbacks',
+             text='text', vision='vision', command='cli', cli='cli', machine='machine', selftest='machine')
 
 
 def group_of(module):
     "Under which heading of the reference a module stands; what is new stands under runs"
-    first = module.split('.')[0]
-    if module in LEARNERS: return 'learners'
-    return dict(callback='callbacks', text='text', vision='vision', command='cli', terminal='cli', cli='cli').get(first, 'runs')
+    return WINGS.get(module.split('.')[0], 'runs')
 
 
 def default_exp(nb):

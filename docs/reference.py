@@ -135,12 +135,12 @@ def run_page(root):
     about = ParameterTable(Run).dm
     rows = [(code(o.name), code(type_name(o.type)), about[o.name].docment if isinstance(about[o.name].docment, str) else '') for o in fields(Run)]
     parts = ['# Fields of a Run', f'> What one training leaves: a JSON object, schema {SCHEMA}, one file a Run',
-             'What was not measured is missing, never zero. Raw values of every step are in `profile`; tables and statistics are computed when they are read, by [`Run`](record.md#Run).',
+             'What was not measured is missing, never zero. Raw values of every step are in `profile`; tables and statistics are computed when they are read, by [`Run`](runs.record.md#Run).',
              table(['Field', 'Type', 'What'], *rows), '## Statuses', table(['`status`', 'Meaning'], *((code(k), v) for k, v in STATUSES.items()))]
     if example:
         parts += ['## One of them, field by field', f'From `benchmarks/results/{kept[-1].name}`, as it was kept. Lists are cut, and other Runs may hold more or less: what a machine cannot say is left out.',
                   table(['Field', 'Value'], *((code(k), code(v)) for k, v in leaves({k: v for k, v in example.items() if k not in ('recipe', 'profile')})))]
-        parts += ['## Its profile', 'Columns of raw values, a number a step; [`from_dict`](phases.md#from_dict) reads it.',
+        parts += ['## Its profile', 'Columns of raw values, a number a step; [`from_dict`](measure.phases.md#from_dict) reads it.',
                   table(['Field', 'Value'], *((code(k), code(v)) for k, v in leaves(example.get('profile') or {})))]
     return '\n\n'.join(filter(None, parts)) + '\n'
 

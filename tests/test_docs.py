@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = [o for o in sorted((ROOT/'nbs').rglob('*.ipynb')) if not any(p.startswith(('.', '_')) for p in o.relative_to(ROOT).parts)]
-SOME = 'index.html reference/compare.html reference/recipes.html reference/commands.html reference/callback.profiler.html reference/report.html reference/names.html changelog.html'.split()
+SOME = 'index.html reference/compare.runs.html reference/recipes.html reference/commands.html reference/measure.profiler.html reference/page.report.html reference/names.html changelog.html'.split()
 
 
 @pytest.fixture(scope='module')
@@ -123,7 +123,7 @@ def test_every_name_is_shown_once_with_its_source(built, html):
 
 def test_the_line_of_a_name_is_where_it_is_made(built):
     made = built[1].names
-    for module, name, start in (('compare', 'compare', 'def compare('), ('record', 'Run.as_dict', '@patch'), ('record', 'STATUSES', 'STATUSES = '), ('query', 'select', 'def select(')):
+    for module, name, start in (('compare.runs', 'compare', 'def compare('), ('runs.record', 'Run.as_dict', '@patch'), ('runs.record', 'STATUSES', 'STATUSES = '), ('runs.query', 'select', 'def select(')):
         text = (ROOT/f'fastbench/{module}.py').read_text().splitlines()
         assert text[made.lines[module][name]-1].startswith(start)
 
@@ -170,7 +170,7 @@ def test_no_page_asks_another_host_says_an_error_or_scrolls_sideways(site, url, 
     page.on('response', lambda o: console.append((o.url, o.status)) if o.status >= 400 else None)
     small = json.loads((site/'search.json').read_text(encoding='utf-8'))
     small['items'] = small['items'][:3]  # its index is the same on each page, and takes most of the time
-    some = [o for o in pages(site) if not o.startswith('source/')] + ['source/compare.html', 'source/benchmarks/gains.html']
+    some = [o for o in pages(site) if not o.startswith('source/')] + ['source/compare.runs.html', 'source/benchmarks/gains.html']
     for i, o in enumerate(some):
         if i == 3: context.route('**/search.json', lambda r: r.fulfill(json=small))
         page.goto(url + o)
@@ -242,8 +242,8 @@ def search(url, browser):
     for o in contexts: o.close()
 
 
-@pytest.mark.parametrize('name,place,first', [('compare_times', 'reference/verdict.html#compare_times', 1), ('TextDL', 'reference/text.loader.html#TextDL', 1), ('Run', 'reference/record.html#Run', 1),
-                                              ('Profiler', 'reference/callback.profiler.html#Profiler', 1), ('fastbench ladder', 'reference/commands.html#fastbench-ladder', 12)])
+@pytest.mark.parametrize('name,place,first', [('compare_times', 'reference/compare.verdict.html#compare_times', 1), ('TextDL', 'reference/text.loader.html#TextDL', 1), ('Run', 'reference/runs.record.html#Run', 1),
+                                              ('Profiler', 'reference/measure.profiler.html#Profiler', 1), ('fastbench ladder', 'reference/commands.html#fastbench-ladder', 12)])
 def test_search_finds_a_name_and_lands_on_it(search, url, name, place, first):
     page, found = search(name)
     hrefs = [re.sub(r'\?[^#]*', '', o) for o in found.evaluate_all('all => all.map(o => o.getAttribute("href"))')]
@@ -270,7 +270,7 @@ def test_search_needs_no_mouse(search, url):
 
 
 def test_keyboard_reaches_search_and_navigation(url, visit):
-    v = visit(url + 'reference/compare.html')
+    v = visit(url + 'reference/compare.runs.html')
     seen = []
     for _ in range(40):
         v.page.keyboard.press('Tab')
@@ -444,7 +444,7 @@ def test_nbdev_docs_processes_every_notebook(tmp_path, monkeypatch):
         nbformat.validate(nb)
         code = [''.join(c['source']) for c in nb['cells'] if c['cell_type'] == 'code']
         assert not [c for c in code if re.search(r'^show_doc\(|^#\| *export|nbdev_export\(\)', c, re.M)], path.name
-    text = ''.join(''.join(c['source']) for c in json.loads((cache/'46_compare.ipynb').read_text())['cells'])
+    text = ''.join(''.join(c['source']) for c in json.loads((cache/'compare/03_runs.ipynb').read_text())['cells'])
     assert '### compare\n\n```python\ncompare(' in text and '| `threshold` | `float` | `0.01` | A share: a difference up to this does not matter |' in text
 
 

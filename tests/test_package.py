@@ -18,7 +18,12 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 NBS = sorted((ROOT/'nbs').rglob('[!._]*.ipynb'))
 # What must start in well under a second: no torch, fastai, transformers, timm, pandas or matplotlib, also not indirectly
-TORCH_FREE = 'recipe figures record environment noise doctor phases palette table sheet ladder precision store query launch verdict sides compare ab charts page raw sections report terminal cli download'.split()
+TORCH_FREE = '''
+    errors rules experiments measure.bound vision.images vision.kinds text.kinds text.sources text.split
+    recipe runs.figures runs.record machine.environment machine.noise compare.doctor measure.phases
+    measure.palette measure.table compare.ladder compare.precision runs.store runs.query bench.launch
+    compare.verdict compare.sides compare.runs compare.ab page.charts page.html page.raw page.sections page.report
+    command.terminal cli machine.download'''.split()
 HEAVY = 'torch torchvision fastai transformers timm pandas matplotlib'.split()
 # Modules that no notebook writes
 BY_HAND = {'__init__', '__main__', '_modidx'}
@@ -178,9 +183,33 @@ def test_parses_on_the_oldest_python(path):
 
 # Rooms
 
+# Each wing knows only those before it; within a wing a room knows lower numbers
+WINGS = """errors machine rules recipe measure runs callback train text vision experiments bench compare page selftest
+    command cli all showdoc""".split()
+
+
 def rooms():
-    "module -> number of its notebook"
-    return {'fastbench.'+exported(o): int(re.match(r'\d+', o.name)[0]) for o in NBS if exported(o) and re.match(r'\d', o.name)}
+    "module -> its place: the number of the wing, the number of the notebook in it"
+    found = {exported(o): int(re.match(r'\d+', o.name)[0]) for o in NBS if exported(o) and re.match(r'\d', o.name)}
+    return {'fastbench.'+o: (WINGS.index(o.split('.')[0]), n if '.' in o else 0) for o, n in found.items()}
+
+
+def test_notebooks_stand_in_folders_that_mirror_the_package():
+    for path in NBS:
+        if not (module := exported(path)): continue
+        assert path.relative_to(ROOT/'nbs').parent.parts == tuple(module.split('.')[:-1]), f'{path} writes {module}'
+        assert re.fullmatch(r'\d\d_' + module.split('.')[-1], path.stem), f'{path} writes {module}'
+
+
+@pytest.mark.parametrize('file', ['CONTRIBUTING.md', 'docs/architecture.md'])
+def test_paths_in_the_guides_are_there(file):
+    paths = re.findall(r'`((?:nbs|tests|docs|benchmarks|fastbench|\.ci)/[\w./-]+)`', read(file))
+    assert paths and not [o for o in paths if not re.search('[A-Z]{4}', o) and not (ROOT/o).exists()]  # NAME stands for any
+
+
+def test_the_architecture_names_each_wing():
+    table = read('docs/architecture.md').split('| wing |')[1].split('\n\n')[0]
+    assert [o for row in table.splitlines()[2:] for o in re.findall(r'`(\w+)`', row.split('|')[1])] == WINGS
 
 
 def imports(src, module):
@@ -197,7 +226,7 @@ def imports(src, module):
 
 
 def test_imports_are_found_however_they_are_written(monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], 'rooms', lambda: {'fastbench.a': 1, 'fastbench.vision.b': 2, 'fastbench.vision.c': 3})
+    monkeypatch.setattr(sys.modules[__name__], 'rooms', lambda: {'fastbench.a': (0, 0), 'fastbench.vision.b': (1, 0), 'fastbench.vision.c': (1, 1)})
     for src in ['import fastbench.a', 'from fastbench.a import x', 'from fastbench import a', 'from ..a import x', 'from .. import a',
                 'def f():\n    from fastbench.a import x']:
         assert list(imports(src, 'fastbench.vision.c')) == ['fastbench.a'], src
@@ -209,7 +238,7 @@ def test_rooms_import_lower_numbers_only():
     number, wrong = rooms(), []
     for mod in number:
         src = (ROOT/(mod.replace('.', '/') + '.py')).read_text(encoding='utf-8')
-        wrong += [f'{mod} ({number[mod]:02}) imports {o} ({number[o]:02})' for o in imports(src, mod) if number[o] >= number[mod]]
+        wrong += [f'{mod} {number[mod]} imports {o} {number[o]}' for o in imports(src, mod) if number[o] >= number[mod]]
     assert not wrong
 
 
