@@ -221,7 +221,7 @@ def test_a_worktree_trains(tmp_path):
     import fastbench
     tree = tmp_path/'a tree'
     shutil.copytree(Path(fastbench.__file__).parent, tree/'fastbench', ignore=shutil.ignore_patterns('__pycache__'))
-    (tree/'fastbench'/'run.py').open('a').write('\nfind_device_of = find_device\ndef find_device(d): Run.weights = "the other"; return find_device_of(d)\nimport fastbench.runs.record\n'
+    (tree/'fastbench'/'bench'/'run.py').open('a').write('\nfind_device_of = find_device\ndef find_device(d): Run.weights = "the other"; return find_device_of(d)\nimport fastbench.runs.record\n'
                                                 '_save = Run.as_dict\nRun.as_dict = lambda self: _save(self) | dict(sign="the other")\n')
     path = launch_with(tree, get_recipe('digits-xresnet18', epochs=1, batches=2, sample=.1, workers=0), tmp_path/'runs', device='cpu')
     run = load(path)

@@ -14,7 +14,8 @@ import typer
 
 from .compare import gate, print_compared
 from ..runs.store import FOLDER
-from .terminal import Json, Out, app, complain, field, names_like, progress, share
+from .terminal import (say, Anyway, Device, FailAbove, Json, Markdown, Offline, Out, Threshold,
+                                        app, argument, complain, field, flag, names_like, option, progress)
 
 # %% ../../nbs/command/06_ab.ipynb #97c233a5
 def _time(text):
@@ -25,28 +26,33 @@ def _time(text):
 
 @app.command()
 def ab(
-    a:Annotated[str, typer.Argument(metavar='A', help='A recipe.', autocompletion=names_like)],
-    b:Annotated[Optional[str], typer.Argument(metavar='B', help='Another one.', autocompletion=names_like, show_default='A, with what --set and --python change')]=None,
-    pairs:Annotated[int, typer.Option(min=1, help='Runs of each side, at most; fewer than 5 give figures and no verdict.')]=10,
-    budget:Annotated[Optional[_time], typer.Option(parser=_time, metavar='TIME', help='Start no pair that would end later: 10m.')]=None,
-    fields:Annotated[Optional[list[str]], typer.Option('--set', metavar='FIELD=VALUE', help='What B changes, such as precision=bf16; may be repeated.')]=None,
-    both:Annotated[Optional[list[str]], typer.Option('--both', metavar='FIELD=VALUE', help='What both change; may be repeated.')]=None,
-    python:Annotated[Optional[list[str]], typer.Option('--python', metavar='PATH', help='A Python, a virtual environment or a worktree of fastbench that runs B; given twice, A and B.')]=None,
-    on:Annotated[Optional[list[str]], typer.Option('--on', metavar='FIELD', help='What else is meant to differ; may be repeated.')]=None,
-    all_pairs:Annotated[bool, typer.Option('--all', help='Do not stop early when the answer is clear.')]=False,
-    anyway:Annotated[bool, typer.Option('--anyway', help='Compare what is not comparable, and say so.')]=False,
-    threshold:Annotated[Optional[share], typer.Option(parser=share, metavar='SHARE', help='A difference up to this does not matter.', show_default='1%')]=None,
-    fail_above:Annotated[Optional[share], typer.Option(parser=share, metavar='SHARE', help='Exit 1 if B is shown to be slower by more than this, in any phase of 1% of the fit or more.')]=None,
-    device:Annotated[Optional[str], typer.Option(help='cpu, cuda, cuda:1, mps.')]=None,
+    a:argument(str, 'A recipe.', metavar='A', autocompletion=names_like),
+    b:argument(Optional[str], 'Another one.', metavar='B', autocompletion=names_like,
+               show_default='A, with what --set and --python change')=None,
+    pairs:option(int, 'Runs of each side, at most; fewer than 5 give figures and no verdict.', min=1)=10,
+    budget:option(_time, 'Start no pair that would end later: 10m.', parser=_time, metavar='TIME')=None,
+    fields:option(list[str], 'What B changes, such as precision=bf16; may be repeated.', '--set',
+                  metavar='FIELD=VALUE')=None,
+    both:option(list[str], 'What both change; may be repeated.', '--both', metavar='FIELD=VALUE')=None,
+    python:option(list[str],
+                  'A Python, a virtual environment or a worktree of fastbench that runs B; given twice, A and B.',
+                  '--python', metavar='PATH')=None,
+    on:option(list[str], 'What else is meant to differ; may be repeated.', '--on', metavar='FIELD')=None,
+    all_pairs:flag('Do not stop early when the answer is clear.', '--all')=False,
+    anyway:Anyway=False,
+    threshold:Threshold=None,
+    fail_above:FailAbove=None,
+    device:Device=None,
     out:Out=Path(FOLDER),
-    offline:Annotated[bool, typer.Option('--offline', help='Never open a connection.')]=False,
-    markdown:Annotated[bool, typer.Option('--markdown', help='Print a Markdown table.')]=False,
+    offline:Offline=False,
+    markdown:Markdown=False,
     as_json:Json=False,
 ):
     "Train A and B in turns, and say which is faster."
     from fastbench.compare.ab import start_ab
-    trial = start_ab(a, b, dict(map(field, fields or ())), dict(map(field, both or ())), python or (), on or (), anyway, out, device, offline, pairs=pairs, budget=budget,
-                     early=not all_pairs, threshold=.01 if threshold is None else threshold)
+    changed,same = (dict(map(field, o or ())) for o in (fields, both))
+    how = dict(pairs=pairs, budget=budget, early=not all_pairs, threshold=.01 if threshold is None else threshold)
+    trial = start_ab(a, b, changed, same, python or (), on or (), anyway, out, device, offline, **how)
     code = _measure(trial)
     if not trial.a: raise typer.Exit(code)
     c = trial.result()
@@ -68,5 +74,6 @@ def _measure(trial):
     except RunFailed as e: return max(complain(e), 4)
     except (Interrupted, KeyboardInterrupt) as e:
         n = len(trial.a)
-        print(f"fastbench: interrupted after {n} whole pair{'s'*(n != 1)}" + (f'; their Runs are kept in {trial.folder}' if n else ''), file=sys.stderr, flush=True)
+        kept = f'; their Runs are kept in {trial.folder}' if n else ''
+        say(f"fastbench: interrupted after {n} whole pair{'s'*(n != 1)}{kept}")
         return 128 + getattr(e, 'signum', 2)

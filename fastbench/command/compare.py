@@ -8,30 +8,33 @@ __all__ = ['compare', 'print_compared', 'gate']
 # %% ../../nbs/command/03_compare.ipynb #2082f109
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from ..runs.store import FOLDER
-from .terminal import Json, Out, app, kept_like, print_json, share
+from .terminal import (say, Anyway, FailAbove, Json, Markdown, On, Out,
+                                        Threshold, app, argument, kept_like, option, print_json, share)
 
 # %% ../../nbs/command/03_compare.ipynb #aedd22d8
 @app.command()
 def compare(
-    a:Annotated[str, typer.Argument(metavar='A', help="A folder of Runs, a Run's file, an id, or the beginning of several.", autocompletion=kept_like)],
-    b:Annotated[str, typer.Argument(metavar='B', help='The same, of what is judged.', autocompletion=kept_like)],
-    on:Annotated[Optional[list[str]], typer.Option('--on', metavar='FIELD', help='What is meant to differ, such as precision; may be repeated.')]=None,
-    anyway:Annotated[bool, typer.Option('--anyway', help='Compare what is not comparable, and say so.')]=False,
-    threshold:Annotated[Optional[share], typer.Option(parser=share, metavar='SHARE', help='A difference up to this does not matter.', show_default='1%')]=None,
-    fail_above:Annotated[Optional[share], typer.Option(parser=share, metavar='SHARE', help='Exit 1 if B is shown to be slower by more than this, in any phase of 1% of the fit or more.')]=None,
-    paired:Annotated[Optional[bool], typer.Option('--paired/--not-paired', help='Runs of A and B are pairs.', show_default='if they took turns')]=None,
+    a:argument(str, "A folder of Runs, a Run's file, an id, or the beginning of several.", metavar='A',
+               autocompletion=kept_like),
+    b:argument(str, 'The same, of what is judged.', metavar='B', autocompletion=kept_like),
+    on:On=None,
+    anyway:Anyway=False,
+    threshold:Threshold=None,
+    fail_above:FailAbove=None,
+    paired:option(bool, 'Runs of A and B are pairs.', '--paired/--not-paired', show_default='if they took turns')=None,
     out:Out=Path(FOLDER),
-    markdown:Annotated[bool, typer.Option('--markdown', help='Print a Markdown table.')]=False,
+    markdown:Markdown=False,
     as_json:Json=False,
 ):
     "Say which of two sides of kept Runs is faster, phase by phase."
     from fastbench.compare.runs import NotComparable, compare
-    try: c = compare(a, b, anyway=anyway, threshold=.01 if threshold is None else threshold, paired=paired, on=on or (), folder=out)
+    how = dict(anyway=anyway, paired=paired, on=on or (), folder=out)
+    try: c = compare(a, b, threshold=.01 if threshold is None else threshold, **how)
     except NotComparable as e:
         if as_json: print_json(dict(error=str(e), differences=e.differences))
         raise
@@ -45,6 +48,9 @@ def print_compared(c, markdown, as_json): # c: a `Compared`; markdown: as a GitH
 def gate(c, limit): # c: a `Compared`; limit: a share
     "Exit 1 if a slowdown beyond `limit` is shown"
     slow = [r for r in c.rows if (r['phase'], r['action']) in c.slower_than(limit)]
-    for r in slow: print(f"fastbench: slower by more than {100*limit:g}%: {r['phase']} {r['action']}, {r['change']} ({100*(r['low']-1):+.1f}% to {100*(r['high']-1):+.1f}%)", file=sys.stderr)
-    if any(r['p'] is None or min(r['n'], r['n_b']) < 5 for r in c.rows): print('fastbench: fewer than 5 runs a side: no slowdown can be shown, so none was looked for', file=sys.stderr)
+    for r in slow:
+        between = f"{100*(r['low']-1):+.1f}% to {100*(r['high']-1):+.1f}%"
+        say(f"fastbench: slower by more than {100*limit:g}%: {r['phase']} {r['action']}, {r['change']} ({between})")
+    if any(r['p'] is None or min(r['n'], r['n_b']) < 5 for r in c.rows):
+        say('fastbench: fewer than 5 runs a side: no slowdown can be shown, so none was looked for')
     if slow: raise typer.Exit(1)

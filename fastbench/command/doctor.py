@@ -8,28 +8,29 @@ __all__ = ['doctor']
 # %% ../../nbs/command/07_doctor.ipynb #644149ec
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from .ab import _time
-from .terminal import Json, app, names_like
+from .terminal import Device, Json, app, flag, names_like, option, say
 
 # %% ../../nbs/command/07_doctor.ipynb #1ad1d09a
 @app.command()
 def doctor(
-    no_trial:Annotated[bool, typer.Option('--no-trial', help='Run nothing: leave open how small a difference this machine can see.')]=False,
-    n:Annotated[int, typer.Option('--runs', min=4, help='Runs of the trial.')]=10,
-    budget:Annotated[Optional[_time], typer.Option(parser=_time, metavar='TIME', help='Begin no run of the trial after it: 2m.')]=None,
-    recipe:Annotated[str, typer.Option(metavar='RECIPE', help='What the trial runs.', autocompletion=names_like, show_default='digits-xresnet18, cut short')]='digits-xresnet18',
-    device:Annotated[Optional[str], typer.Option(help='cpu, cuda, cuda:1, mps.')]=None,
-    keep:Annotated[Optional[Path], typer.Option(metavar='FOLDER', help='Keep the Runs of the trial here.', show_default='they are not kept')]=None,
+    no_trial:flag('Run nothing: leave open how small a difference this machine can see.', '--no-trial')=False,
+    n:option(int, 'Runs of the trial.', '--runs', min=4)=10,
+    budget:option(_time, 'Begin no run of the trial after it: 2m.', parser=_time, metavar='TIME')=None,
+    recipe:option(str, 'What the trial runs.', metavar='RECIPE', autocompletion=names_like,
+                  show_default='digits-xresnet18, cut short')='digits-xresnet18',
+    device:Device=None,
+    keep:option(Path, 'Keep the Runs of the trial here.', metavar='FOLDER', show_default='they are not kept')=None,
     as_json:Json=False,
 ):
     "Say what this machine is, what it lacks, and whether it can see 1%, 5% or 10%."
     from fastbench.compare.doctor import doctor
     from fastbench.bench.launch import Interrupted
-    try: found = doctor(not no_trial, n, budget, recipe, device, keep, lambda o: print(f'  {o}', file=sys.stderr, flush=True))
+    try: found = doctor(not no_trial, n, budget, recipe, device, keep, lambda o: say(f'  {o}'))
     except Interrupted as e:
         print('fastbench: interrupted; `fastbench doctor --no-trial` looks without running anything', file=sys.stderr)
         raise typer.Exit(128 + e.signum) from None

@@ -11,14 +11,15 @@ import json, sys
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from ..runs.query import export, select
 from ..recipe import recipes, suites
 from ..runs.store import FOLDER, find
-from .terminal import Json, Out, app, full, given, kept_like, print_json, print_run, summary
+from .terminal import (Json, Out, app, argument, flag, full,
+                                        given, kept_like, option, print_json, print_run, summary)
 
 # %% ../../nbs/command/02_keep.ipynb #960a111d
 class Kind(str, Enum):
@@ -29,13 +30,17 @@ class Kind(str, Enum):
     runs = 'runs'
 
 # %% ../../nbs/command/02_keep.ipynb #50716670
-def _some(help, **kwargs): return Annotated[Optional[list[str]], typer.Option(help=help, show_default=False, **kwargs)]
-def _one(help): return Annotated[Optional[str], typer.Option(help=help, metavar='DATE', show_default=False)]
+def _some(help, **kwargs): return option(list[str], help, show_default=False, **kwargs)
+def _one(help): return option(str, help, metavar='DATE', show_default=False)
 
-OfRecipe,OfData = _some('Only of this recipe; `imdb-*` is several.', metavar='NAME'),_some('Only with this data, as really used.', metavar='NAME')
-OnDevice,InPrecision = _some('Only on a kind of device (cpu, cuda) or on one with this in its name.', metavar='NAME'),_some('Only in this precision, as in effect.', metavar='NAME')
-AtCommit,WithStatus = _some('Only at this commit; its beginning will do.', metavar='HEX'),_some('Only ok, failed, diverged or interrupted ones.', metavar='STATUS')
-Since,Until = _one('Only from this day or moment on (UTC): 2026-11-20, 2026-11-20T14:30.'),_one('Only up to this day, or before this moment.')
+OfRecipe = _some('Only of this recipe; `imdb-*` is several.', metavar='NAME')
+OfData = _some('Only with this data, as really used.', metavar='NAME')
+OnDevice = _some('Only on a kind of device (cpu, cuda) or on one with this in its name.', metavar='NAME')
+InPrecision = _some('Only in this precision, as in effect.', metavar='NAME')
+AtCommit = _some('Only at this commit; its beginning will do.', metavar='HEX')
+WithStatus = _some('Only ok, failed, diverged or interrupted ones.', metavar='STATUS')
+Since = _one('Only from this day or moment on (UTC): 2026-11-20, 2026-11-20T14:30.')
+Until = _one('Only up to this day, or before this moment.')
 
 def _filters(**kwargs): return given({k: v or None for k,v in kwargs.items()})
 
@@ -44,11 +49,13 @@ def _tell(bad):
 
 # %% ../../nbs/command/02_keep.ipynb #2dc687bc
 @app.command('list')
-def list_(what:Annotated[Kind, typer.Argument(help='What to list.')]=Kind.all, recipe:OfRecipe=None, data:OfData=None, device:OnDevice=None, precision:InPrecision=None,
-          commit:AtCommit=None, since:Since=None, until:Until=None, status:WithStatus=None, out:Out=Path(FOLDER), as_json:Json=False,
-          n:Annotated[Optional[int], typer.Option('--last', '-n', min=1, help='How many Runs, newest last.', show_default='20; with --json all')]=None):
+def list_(what:argument(Kind, 'What to list.')=Kind.all, recipe:OfRecipe=None, data:OfData=None, device:OnDevice=None,
+          precision:InPrecision=None, commit:AtCommit=None, since:Since=None, until:Until=None, status:WithStatus=None,
+          out:Out=Path(FOLDER), as_json:Json=False,
+          n:option(int, 'How many Runs, newest last.', '--last', '-n', min=1, show_default='20; with --json all')=None):
     "List suites, recipes and the Runs that are kept."
-    filters = _filters(recipe=recipe, data=data, device=device, precision=precision, commit=commit, since=since, until=until, status=status)
+    filters = _filters(recipe=recipe, data=data, device=device, precision=precision, commit=commit, since=since,
+                       until=until, status=status)
     if filters and what is Kind.all: what = Kind.runs
     def wanted(o): return what in (Kind.all, o)
     found,bad = select(out, n or (None if as_json else 20), **filters) if wanted(Kind.runs) else ([], [])
@@ -59,7 +66,8 @@ def list_(what:Annotated[Kind, typer.Argument(help='What to list.')]=Kind.all, r
         return print_json(d) if len(found) < 100 else print(json.dumps(d))  # indented, thousands take seconds
     if wanted(Kind.suites): _section('Suites', [(k, ', '.join(v)) for k,v in suites().items()])
     if wanted(Kind.recipes): _section('Recipes', [(o.name, o.about) for o in recipes().values()])
-    none = ('none like that', '`fastbench list runs` lists all') if filters else ('none yet', '`fastbench run` makes one')
+    none = 'none yet', '`fastbench run` makes one'
+    if filters: none = 'none like that', '`fastbench list runs` lists all'
     if wanted(Kind.runs): _section(f'Runs in {out}', [(o.id, o.headline) for o in found] or [none])
 
 def _section(title, pairs):
@@ -73,7 +81,8 @@ def _section(title, pairs):
     else: print('\n'.join([title] + [f'  {a}  {b}' for a,b in pairs]))
 
 @app.command()
-def show(name:Annotated[str, typer.Argument(metavar='RUN', help="A Run's file, its id, the beginning of it, or `last`.", autocompletion=kept_like)]='last',
+def show(name:argument(str, "A Run's file, its id, the beginning of it, or `last`.", metavar='RUN',
+                       autocompletion=kept_like)='last',
          out:Out=Path(FOLDER), as_json:Json=False):
     "Show a Run: where its time went, how it ended."
     r = find(name, out)
@@ -82,12 +91,14 @@ def show(name:Annotated[str, typer.Argument(metavar='RUN', help="A Run's file, i
 
 # %% ../../nbs/command/02_keep.ipynb #51a4178b
 @app.command('export')
-def export_(file:Annotated[Path, typer.Argument(metavar='FILE', help='What to write; its ending, .csv or .parquet, says how.')],
-            steps:Annotated[bool, typer.Option('--steps', help='The raw values: a line for each phase of each step.')]=False, recipe:OfRecipe=None, data:OfData=None,
-            device:OnDevice=None, precision:InPrecision=None, commit:AtCommit=None, since:Since=None, until:Until=None, status:WithStatus=None, out:Out=Path(FOLDER),
-            n:Annotated[Optional[int], typer.Option('--last', '-n', min=1, help='How many Runs, the newest.', show_default='all')]=None):
+def export_(file:argument(Path, 'What to write; its ending, .csv or .parquet, says how.', metavar='FILE'),
+            steps:flag('The raw values: a line for each phase of each step.', '--steps')=False,
+            recipe:OfRecipe=None, data:OfData=None, device:OnDevice=None, precision:InPrecision=None,
+            commit:AtCommit=None, since:Since=None, until:Until=None, status:WithStatus=None, out:Out=Path(FOLDER),
+            n:option(int, 'How many Runs, the newest.', '--last', '-n', min=1, show_default='all')=None):
     "Write the Runs that are kept as a table: CSV or Parquet."
-    filters = _filters(recipe=recipe, data=data, device=device, precision=precision, commit=commit, since=since, until=until, status=status)
+    filters = _filters(recipe=recipe, data=data, device=device, precision=precision, commit=commit, since=since,
+                       until=until, status=status)
     found,bad = export(file, out, steps=steps, last=n, **filters)
     _tell(bad)
     print(f"{found} Run{'' if found == 1 else 's'} written to {file}")

@@ -8,36 +8,39 @@ __all__ = ['ladder']
 # %% ../../nbs/command/04_ladder.ipynb #9ffe8fd8
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from ..recipe import ladders
 from ..runs.store import FOLDER, check_folder, load
-from .terminal import Json, Out, Precision, app, draw, given, run_all
+from .terminal import (Device, Json, Markdown, Offline, Out, Precision,
+                                        app, argument, draw, given, option, run_all)
 
 # %% ../../nbs/command/04_ladder.ipynb #3233982c
 @app.command()
 def ladder(
-    name:Annotated[str, typer.Argument(metavar='LADDER', help='Which one; `fastbench list suites` names them.', autocompletion=lambda: list(ladders()))],
-    rungs:Annotated[Optional[str], typer.Option(help='Only these, by name, with commas between.')]=None,
-    repeats:Annotated[int, typer.Option(min=1, help='Runs of each rung; two or more give speed-ups an interval.')]=1,
-    target:Annotated[Optional[float], typer.Option(help='Validation accuracy to be reached, a share.')]=None,
-    precision:Annotated[Optional[Precision], typer.Option(help='Precision of all rungs.')]=None,
-    data:Annotated[Optional[str], typer.Option(help='Data source: photos has a version of dawn of its own.')]=None,
-    sample:Annotated[Optional[float], typer.Option(help='Share of the data, above 0, up to 1.')]=None,
-    size:Annotated[Optional[int], typer.Option(min=1, help='Side of an image in pixels.')]=None,
-    epochs:Annotated[Optional[int], typer.Option(min=1, help='Epochs of all rungs, at most.')]=None,
-    device:Annotated[Optional[str], typer.Option(help='cpu, cuda, cuda:1, mps.')]=None,
+    name:argument(str, 'Which one; `fastbench list suites` names them.', metavar='LADDER',
+                  autocompletion=lambda: list(ladders())),
+    rungs:option(str, 'Only these, by name, with commas between.')=None,
+    repeats:option(int, 'Runs of each rung; two or more give speed-ups an interval.', min=1)=1,
+    target:option(float, 'Validation accuracy to be reached, a share.')=None,
+    precision:option(Precision, 'Precision of all rungs.')=None,
+    data:option(str, 'Data source: photos has a version of dawn of its own.')=None,
+    sample:option(float, 'Share of the data, above 0, up to 1.')=None,
+    size:option(int, 'Side of an image in pixels.', min=1)=None,
+    epochs:option(int, 'Epochs of all rungs, at most.', min=1)=None,
+    device:Device=None,
     out:Out=Path(FOLDER),
-    plot:Annotated[Optional[Path], typer.Option(help='Write the picture here, as PNG or SVG.')]=None,
-    markdown:Annotated[bool, typer.Option('--markdown', help='Print a Markdown table.')]=False,
-    offline:Annotated[bool, typer.Option('--offline', help='Never open a connection.')]=False,
+    plot:option(Path, 'Write the picture here, as PNG or SVG.')=None,
+    markdown:Markdown=False,
+    offline:Offline=False,
     as_json:Json=False,
 ):
     "Train the rungs of a ladder to its target, and say what each gained."
     from fastbench.compare.ladder import Climb, ladder_recipes
-    changes = given(dict(target=target, precision=precision and precision.value, data=data, sample=sample, size=size, epochs=epochs))
+    changes = given(dict(target=target, precision=precision and precision.value, data=data, sample=sample, size=size,
+                         epochs=epochs))
     which,todo = ladder_recipes(name, rungs and [o.strip() for o in rungs.split(',')], **changes)
     check_folder(out)
     paths,code = run_all(todo, repeats, out, shuffle=True, device=device, offline=offline)

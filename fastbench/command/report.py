@@ -13,22 +13,28 @@ import typer
 
 from ..errors import UserError
 from ..runs.store import FOLDER
-from .terminal import app, kept_like, near, share
+from .terminal import Anyway, On, Threshold, app, argument, kept_like, near, option
 
 # %% ../../nbs/command/05_report.ipynb #26b2a2b4
 @app.command()
 def report(
-    runs:Annotated[Optional[list[str]], typer.Argument(metavar='RUN', help="Folders of Runs, Runs' files, ids, beginnings of ids, or `last`.", autocompletion=kept_like, show_default='last')]=None,
-    page:Annotated[Path, typer.Option('--output', '-o', metavar='FILE', help='Where the page goes. An older report is replaced, any other file is not.')]=Path('report.html'),
-    against:Annotated[Optional[list[str]], typer.Option(metavar='RUN', help='What RUN is judged by: a folder, a file, an id, or the beginning of several; may be repeated.', autocompletion=kept_like)]=None,
-    on:Annotated[Optional[list[str]], typer.Option('--on', metavar='FIELD', help='What is meant to differ, such as precision; may be repeated.')]=None,
-    anyway:Annotated[bool, typer.Option('--anyway', help='Compare what is not comparable, and say so.')]=False,
-    threshold:Annotated[Optional[share], typer.Option(parser=share, metavar='SHARE', help='A difference up to this does not matter.', show_default='1%')]=None,
-    title:Annotated[Optional[str], typer.Option(help='Of the page.', show_default='the recipes')]=None,
-    out:Annotated[Path, typer.Option('--out', help='Folder that holds the Runs.', envvar='FASTBENCH_OUT')]=Path(FOLDER),
+    runs:argument(Optional[list[str]], "Folders of Runs, Runs' files, ids, beginnings of ids, or `last`.",
+                  metavar='RUN', autocompletion=kept_like, show_default='last')=None,
+    page:option(Path, 'Where the page goes. An older report is replaced, any other file is not.', '--output', '-o',
+                metavar='FILE')=Path('report.html'),
+    against:option(list[str],
+                   'What RUN is judged by: a folder, a file, an id, or the beginning of several; may be repeated.',
+                   metavar='RUN', autocompletion=kept_like)=None,
+    on:On=None,
+    anyway:Anyway=False,
+    threshold:Threshold=None,
+    title:option(str, 'Of the page.', show_default='the recipes')=None,
+    out:option(Path, 'Folder that holds the Runs.', '--out', envvar='FASTBENCH_OUT')=Path(FOLDER),
 ):
     "Write one page about kept Runs: phases, steps, memory, accuracy, comparison, raw data."
-    if out.suffix.lower() in ('.html', '.htm'): raise UserError(f'--out {out} is the folder that holds the Runs; -o {out} names the page')
+    if out.suffix.lower() in ('.html', '.htm'):
+        raise UserError(f'--out {out} is the folder that holds the Runs; -o {out} names the page')
     from fastbench.page.report import report
-    res = report(*(runs or ['last']), out=page, against=list(against) if against else None, title=title, on=on or (), anyway=anyway, threshold=.01 if threshold is None else threshold, folder=out)
+    how = dict(title=title, on=on or (), anyway=anyway, threshold=.01 if threshold is None else threshold)
+    res = report(*(runs or ['last']), out=page, against=list(against) if against else None, folder=out, **how)
     print(f'{near(page)}: {res}')

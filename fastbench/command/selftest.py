@@ -8,24 +8,22 @@ __all__ = ['selftest']
 # %% ../../nbs/command/08_selftest.ipynb #sc000003
 import sys, warnings
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from ..runs.store import FOLDER, check_folder, save, write_whole
-from .terminal import Json, Out, app
+from .terminal import Json, Out, app, flag, option
 
 # %% ../../nbs/command/08_selftest.ipynb #sc000004
 @app.command()
 def selftest(
-    full:Annotated[bool, typer.Option('--full/--quick',
-        help='Also what takes minutes: compiling, time to accuracy, texts, the tests that want a GPU.')]=False,
-    device:Annotated[Optional[str], typer.Option(
-        help='cpu, cuda, cuda:1, mps, xpu.', show_default="fastai's default")]=None,
-    only:Annotated[Optional[list[str]], typer.Option('--only', metavar='CHECK',
-        help='This check alone; may be repeated.')]=None,
-    page:Annotated[Optional[Path], typer.Option('--output', '-o', metavar='FILE',
-        help='Write the report as a page here.', show_default='selftest.html in the folder of Runs')]=None,
+    full:flag('Also what takes minutes: compiling, time to accuracy, texts, the tests that want a GPU.',
+              '--full/--quick')=False,
+    device:option(str, 'cpu, cuda, cuda:1, mps, xpu.', show_default="fastai's default")=None,
+    only:option(list[str], 'This check alone; may be repeated.', '--only', metavar='CHECK')=None,
+    page:option(Path, 'Write the report as a page here.', '--output', '-o', metavar='FILE',
+                show_default='selftest.html in the folder of Runs')=None,
     out:Out=Path(FOLDER), as_json:Json=False,
 ):
     "Check that fastbench is right on this device: a verdict for each check, a report, a line to paste."

@@ -15,39 +15,39 @@ import typer
 from ..errors import UserError
 from ..recipe import but, expand, get_recipe, suites
 from ..runs.store import FOLDER, check_folder, load
-from .terminal import Json, Out, Precision, app, draw, field, given, names_like, print_json, print_runs, full, run_all, samples
+from .terminal import (AtPrecision, Device, Json, Offline, Out, app, argument, draw, field,
+                                        flag, full, given, names_like, option, print_json, print_runs, run_all, samples)
 
 # %% ../../nbs/command/01_train.ipynb #457aa9f7
 @app.command()
 def run(
-    names:Annotated[Optional[list[str]], typer.Argument(metavar='RECIPE|SUITE', help='What to run; `quick` if nothing is named.',
-                                                        autocompletion=names_like, show_default=False)]=None,
-    repeats:Annotated[int, typer.Option(min=1, help='Runs of each recipe, each in a fresh process, with seeds one apart.')]=1,
-    precision:Annotated[Optional[Precision], typer.Option(help='Precision instead of the recipe\'s.')]=None,
-    batch_size:Annotated[Optional[samples], typer.Option(parser=samples, metavar='INTEGER|largest', help='Samples per batch.')]=None,
-    memory:Annotated[Optional[str], typer.Option(help='What the largest batch keeps to: 4GB.', show_default='what there is')]=None,
-    sample:Annotated[Optional[float], typer.Option(help='Share of the data, above 0, up to 1.')]=None,
-    epochs:Annotated[Optional[int], typer.Option(min=1, help='Epochs.')]=None,
-    batches:Annotated[Optional[int], typer.Option(min=1, help='Training batches an epoch, at most.')]=None,
-    device:Annotated[Optional[str], typer.Option(help='cpu, cuda, cuda:1, mps.')]=None,
-    data:Annotated[Optional[str], typer.Option(help='Data source; `auto` may fall back to an embedded one, and says so.')]=None,
-    workers:Annotated[Optional[int], typer.Option(min=0, help='Loader processes.')]=None,
-    seed:Annotated[Optional[int], typer.Option(min=0, help='Seed of the first repeat.')]=None,
-    fields:Annotated[Optional[list[str]], typer.Option('--set', metavar='FIELD=VALUE', help='Any other field of the recipe; may be repeated.')]=None,
+    names:argument(Optional[list[str]], 'What to run; `quick` if nothing is named.', metavar='RECIPE|SUITE',
+                   autocompletion=names_like, show_default=False)=None,
+    repeats:option(int, 'Runs of each recipe, each in a fresh process, with seeds one apart.', min=1)=1,
+    precision:AtPrecision=None,
+    batch_size:option(samples, 'Samples per batch.', parser=samples, metavar='INTEGER|largest')=None,
+    memory:option(str, 'What the largest batch keeps to: 4GB.', show_default='what there is')=None,
+    sample:option(float, 'Share of the data, above 0, up to 1.')=None,
+    epochs:option(int, 'Epochs.', min=1)=None,
+    batches:option(int, 'Training batches an epoch, at most.', min=1)=None,
+    device:Device=None,
+    data:option(str, 'Data source; `auto` may fall back to an embedded one, and says so.')=None,
+    workers:option(int, 'Loader processes.', min=0)=None,
+    seed:option(int, 'Seed of the first repeat.', min=0)=None,
+    fields:option(list[str], 'Any other field of the recipe; may be repeated.', '--set', metavar='FIELD=VALUE')=None,
     out:Out=Path(FOLDER),
-    plot:Annotated[Optional[Path], typer.Option(help="Write the picture of the suite's table here, as PNG or SVG.")]=None,
-    energy:Annotated[bool, typer.Option('--energy', help='Count joules of each epoch, where the machine can; needs the extra `energy`.')]=False,
-    offline:Annotated[bool, typer.Option('--offline', help='Never open a connection.')]=False,
+    plot:option(Path, "Write the picture of the suite's table here, as PNG or SVG.")=None,
+    energy:flag('Count joules of each epoch, where the machine can; needs the extra `energy`.', '--energy')=False,
+    offline:Offline=False,
     as_json:Json=False,
 ):
     "Train, measure, and keep a Run of each training."
-    shown = [o for o in dict.fromkeys(names or ['quick']) if o in suites()]
-    if plot and len(shown) != 1: raise UserError(f"--plot draws the table of one suite, and {'none is' if not shown else 'several are'} named: `fastbench run fp16 --plot FILE`")
-    changes = dict(precision=precision and precision.value, bs=batch_size, memory=memory, sample=sample, epochs=epochs, batches=batches, data=data,
-                   workers=workers, seed=seed)
-    changes = given(changes) | dict(map(field, fields or ()))
-    def variants(name): return dict.fromkeys(_limited(but(o, **changes), name) for o in expand([name]))  # an option can make two the same
-    todo = [o for name in names or ['quick'] for o in variants(name)]
+    names = names or ['quick']
+    shown = _one_plot(names, plot)
+    changes = given(dict(precision=precision and precision.value, bs=batch_size, memory=memory, sample=sample,
+                         epochs=epochs, batches=batches, data=data, workers=workers, seed=seed))
+    changes |= dict(map(field, fields or ()))
+    todo = [o for name in names for o in _variants(name, changes)]
     check_folder(out)
     refused = {}
     paths,code = run_all(todo, repeats, out, refused, device=device, offline=offline, energy=energy)
@@ -59,7 +59,17 @@ def run(
     raise typer.Exit(code or (4 if any(o.status != 'ok' for o in kept) else 0))
 
 # %% ../../nbs/command/01_train.ipynb #a19dea57
+def _one_plot(names, plot):
+    "Suites among `names`; a picture shows one"
+    shown = [o for o in dict.fromkeys(names) if o in suites()]
+    if not plot or len(shown) == 1: return shown
+    raise UserError(f"--plot draws the table of one suite, and {'none is' if not shown else 'several are'} named: "
+                    "`fastbench run fp16 --plot FILE`")
+
 def _limited(recipe, name): return but(recipe, memory=None) if name == 'fp16' and recipe.bs != 'largest' else recipe
+
+def _variants(name, changes): # an option can make two the same
+    return dict.fromkeys(_limited(but(o, **changes), name) for o in expand([name]))
 
 def _suite(name, kept, refused, plot, as_json):
     from fastbench.compare.suite import suite_table
@@ -71,13 +81,13 @@ def _suite(name, kept, refused, plot, as_json):
 # %% ../../nbs/command/01_train.ipynb #a1ec18ea
 @app.command('find-batch-size')
 def find_batch_size(
-    name:Annotated[str, typer.Argument(metavar='RECIPE', help='Which training.', autocompletion=names_like)],
-    precision:Annotated[Optional[Precision], typer.Option(help='Precision instead of the recipe\'s.')]=None,
-    memory:Annotated[Optional[str], typer.Option(help='What the process may hold on the device: 4GB, 500MiB.', show_default='what there is')]=None,
-    maximum:Annotated[Optional[int], typer.Option('--max', min=1, help='Largest to be tried.', show_default='all samples')]=None,
-    device:Annotated[Optional[str], typer.Option(help='cpu, cuda, cuda:1, mps.')]=None,
-    data:Annotated[Optional[str], typer.Option(help='Data source.')]=None,
-    offline:Annotated[bool, typer.Option('--offline', help='Never open a connection.')]=False,
+    name:argument(str, 'Which training.', metavar='RECIPE', autocompletion=names_like),
+    precision:AtPrecision=None,
+    memory:option(str, 'What the process may hold on the device: 4GB, 500MiB.', show_default='what there is')=None,
+    maximum:option(int, 'Largest to be tried.', '--max', min=1, show_default='all samples')=None,
+    device:Device=None,
+    data:option(str, 'Data source.')=None,
+    offline:Offline=False,
     as_json:Json=False,
 ):
     "Find the largest batch that trains a full step here."
@@ -86,6 +96,9 @@ def find_batch_size(
     from fastbench.bench.learner import bench_learner
     if memory is not None: fastbench.train.batch_size.parse_memory(memory)
     bs = bench_learner(recipe, device=device, offline=offline).find_batch_size(max=maximum, memory=memory)
-    if as_json: return print_json(dict(recipe=recipe.name, precision=recipe.precision, batch_size=int(bs), seconds=bs.seconds, peak=bs.peak, why=bs.why))
+    if as_json:
+        return print_json(dict(recipe=recipe.name, precision=recipe.precision, batch_size=int(bs), seconds=bs.seconds,
+                               peak=bs.peak, why=bs.why))
     peak = f', {bs.peak/2**20:,.0f} MiB held by the process at its peak' if bs.peak else ''
-    print(f'{bs}\n  a step of it took {bs.seconds:.3g} s ({bs/bs.seconds:,.0f} samples/s){peak}\n  no larger one: {bs.why}')
+    print(f'{bs}\n  a step of it took {bs.seconds:.3g} s ({bs/bs.seconds:,.0f} samples/s){peak}')
+    print(f'  no larger one: {bs.why}')
