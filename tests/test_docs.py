@@ -124,7 +124,7 @@ def test_every_name_is_shown_once_with_its_source(built, html):
 def test_the_line_of_a_name_is_where_it_is_made(built):
     made = built[1].names
     for module, name, start in (('compare.runs', 'compare', 'def compare('), ('runs.record', 'Run.as_dict', '@patch'), ('runs.record', 'STATUSES', 'STATUSES = '), ('runs.query', 'select', 'def select(')):
-        text = (ROOT/f'fastbench/{module}.py').read_text().splitlines()
+        text = (ROOT/'fastbench'/f'{module.replace(".", "/")}.py').read_text().splitlines()
         assert text[made.lines[module][name]-1].startswith(start)
 
 

@@ -10,7 +10,7 @@ __all__ = ['slow_steps', 'steps_of', 'extremes', 'ceiling', 'plot_timeline', 'pl
 from math import isfinite
 from statistics import median
 
-from .. import figures
+from ..runs import figures
 from ..runs.figures import Phases
 from ..measure.palette import axes, beside, colour_of, legend, series, stacked_steps, unit_of
 from ..measure.phases import LEAVES, Profile, outliers, values
