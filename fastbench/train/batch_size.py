@@ -211,7 +211,9 @@ def _again(cb):
 
 # %% ../../nbs/train/08_batch_size.ipynb #8e4a6f30
 def _ahead(learn):
+    "Does the loop draw a batch more than it computes? A CPU has nothing to copy to"
     dl = learn.dls.train
+    if torch.device(getattr(learn.dls, 'device', None) or 'cpu').type == 'cpu': return False
     return getattr(dl, 'copies_ahead', False) or isinstance(learn, FastLoop) and is_plain(dl)
 
 class _Same:
