@@ -15,7 +15,8 @@ from fastbench import __version__
 from fastbench import cli
 from fastbench.bench import launch as launch_module
 from fastbench.machine.download import DataUnavailable
-from fastbench.recipe import as_dict, get_recipe, suites
+from fastbench.measure.table import seconds
+from fastbench.recipe import as_dict, get_recipe, suites, typical_seconds
 from fastbench.runs.record import Run
 from fastbench.runs.store import load, load_all, save
 
@@ -87,7 +88,8 @@ def test_a_line_before_each_run_says_how_long_it_takes(launched, monkeypatch, ca
     save(run, tmp_path)
     err = command(monkeypatch, capsys, 'run', 'digits-xresnet18', '--epochs', 3, '--out', tmp_path)[2]
     assert 'digits-xresnet18, about 7.50 s as last time' in err
-    assert 'digits-xresnet18, about 20.0 s on two cores' in command(monkeypatch, capsys, 'run', 'digits-xresnet18', '--epochs', 2, '--out', tmp_path)[2]
+    about = seconds(typical_seconds(get_recipe('digits-xresnet18'))/2)
+    assert f'digits-xresnet18, about {about} on two cores' in command(monkeypatch, capsys, 'run', 'digits-xresnet18', '--epochs', 2, '--out', tmp_path)[2]
 
 
 def test_runs_are_kept_here_unless_told(launched, monkeypatch, capsys, tmp_path):
@@ -102,7 +104,8 @@ def test_runs_are_kept_here_unless_told(launched, monkeypatch, capsys, tmp_path)
 
 def test_lines_when_piped_and_the_end(launched, monkeypatch, capsys, tmp_path):
     code,out,err = command(monkeypatch, capsys, 'run', 'digits-xresnet18', '--out', tmp_path, '--repeats', 2)
-    assert err == ('digits-xresnet18 1/2, about 40.0 s on two cores\n  epoch 1/1: valid_loss 0.5\n'
+    about = seconds(typical_seconds(get_recipe('digits-xresnet18')))
+    assert err == (f'digits-xresnet18 1/2, about {about} on two cores\n  epoch 1/1: valid_loss 0.5\n'
                    'digits-xresnet18 2/2, about 1.00 s as last time\n  epoch 1/1: valid_loss 0.5\n')
     assert code == 0 and 'accuracy 0.9' in out and all(f'kept in {o.path}' in out for o in load_all(tmp_path)[0])
 
