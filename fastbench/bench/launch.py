@@ -60,7 +60,8 @@ def _settle(stop, control, offline, born_with):
     for o in (FutureWarning, DeprecationWarning): warnings.simplefilter('ignore', o)
     if offline:
         os.environ['HF_HUB_OFFLINE'] = '1'
-        if hub := sys.modules.get('huggingface_hub.constants'): hub.HF_HUB_OFFLINE = True  # it was read when the fork server started
+        if hub := sys.modules.get('huggingface_hub.constants'):
+            hub.HF_HUB_OFFLINE = True  # it was read when the fork server started
 
 # %% ../../nbs/bench/03_launch.ipynb #7b14a02e
 def _room(conn):

@@ -50,7 +50,8 @@ _opts |= {f'{impl}_{o}': torch_opt(o, impl, **(dict(mom=.9) if o == 'sgd' else {
 
 def _opt_func(r): return _opts[r.opt] if r.eps is None else partial(_opts[r.opt], eps=r.eps)
 
-def _loss_func(r): return LabelSmoothingCrossEntropyFlat(eps=r.label_smoothing) if r.label_smoothing else CrossEntropyLossFlat()
+def _loss_func(r):
+    return LabelSmoothingCrossEntropyFlat(eps=r.label_smoothing) if r.label_smoothing else CrossEntropyLossFlat()
 
 # %% ../../nbs/bench/00_learner.ipynb #c5affece
 def _build(r, device, offline):

@@ -64,7 +64,8 @@ class Watch(Callback):
             if self.training and self.learn.loss.device.type != 'cpu':
                 self.diverged |= not self._finite(self.learn.loss)
             self._tell(dict(epoch=self.epoch, epochs=self.n_epoch, step=self.iter+1, steps=self.n_iter, phase='train' if self.training else 'valid'))
-        if self.training and self.learn.loss.device.type == 'cpu': self.diverged |= not math.isfinite(self.learn.loss.detach().mean())
+        if self.training and self.learn.loss.device.type == 'cpu':
+            self.diverged |= not math.isfinite(self.learn.loss.detach().mean())
         self.stopped = bool(self._stop())
         if self.diverged or self.stopped: raise CancelFitException
 
@@ -81,7 +82,8 @@ class Watch(Callback):
 # %% ../../nbs/bench/02_run.ipynb #8ec86d09
 def _about(device):
     try: return device_info(device)
-    except UserError: return dict(kind=device.type, name=torch.cuda.get_device_name(device))  # a part of a GPU, which the driver does not list
+    except UserError:
+        return dict(kind=device.type, name=torch.cuda.get_device_name(device))  # a part of a GPU, which the driver does not list
 
 # %% ../../nbs/bench/02_run.ipynb #d3828251
 def run_recipe(recipe:str|Recipe, # What to run

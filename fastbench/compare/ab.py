@@ -54,7 +54,8 @@ def sides(a, # A recipe or its name
     rb = but(ra if b is None else but(get_recipe(b), **(both or {})), **(changes or {}))
     meant = _differing(ra, rb)
     work = [o for o in meant if o in ('data', 'sample') and o not in (changes or {})]
-    if work and not anyway: raise NotComparable(f"not comparable: {'; '.join(f'{o} {getattr(ra, o)} / {getattr(rb, o)}' for o in work)}. `--both {work[0]}=VALUE` gives both the same, `--anyway` compares all the same")
+    if work and not anyway:
+        raise NotComparable(f"not comparable: {'; '.join(f'{o} {getattr(ra, o)} / {getattr(rb, o)}' for o in work)}. `--both {work[0]}=VALUE` gives both the same, `--anyway` compares all the same")
     return ra,rb,meant
 
 # %% ../../nbs/compare/06_ab.ipynb #61f3c3e0
@@ -88,7 +89,8 @@ def launch_with(python, # As in `interpreter`
     changes = {k: as_dict(recipe)[k] for k in _differing(get_recipe(recipe.name), recipe) if k in as_dict(recipe)}
     cmd,env = _command(python, recipe, changes, Path(folder).absolute(), repeat, device, offline)
     if tell: tell(dict(phase='data'))
-    with Signals() as signals: code,out,err = _wait(subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True), signals)
+    with Signals() as signals:
+        code,out,err = _wait(subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True), signals)
     try: path = json.loads(out)[0]['path']
     except (ValueError, LookupError, TypeError): path = None
     if signals.got: raise Interrupted(signals.got[0], path)
@@ -142,14 +144,16 @@ class AB:
         "Fill the caches of both sides"
         with TemporaryDirectory() as folder:
             for k,r in enumerate(self.recipes):
-                with suppress(UserError): self.run[k](but(r, epochs=1, batches=2), folder, tell=self.tell)  # it would come again
+                with suppress(UserError):
+                    self.run[k](but(r, epochs=1, batches=2), folder, tell=self.tell)  # it would come again
 
     def _one(self, k, turn):
         i = len(self.a)
         run = load(self.run[k](self.recipes[k], self.folder, repeat=i, tell=self.tell))
         run.extra['ab'] = dict(side='AB'[k], pair=i, turn=turn)
         save(run, self.folder)
-        if run.status != 'ok': raise RunFailed(f"pair {i+1}: the run of {'AB'[k]} {run.status}{f' ({run.error})' if run.error else ''}; its Run is kept as {run.path}", run.path)
+        if run.status != 'ok':
+            raise RunFailed(f"pair {i+1}: the run of {'AB'[k]} {run.status}{f' ({run.error})' if run.error else ''}; its Run is kept as {run.path}", run.path)
         return run
 
     def measure(self):
@@ -165,7 +169,8 @@ class AB:
         "Enough pairs, no time for another, or a clear answer; `why` says which"
         n,took = len(self.a),self.clock()-self.start
         if n >= self.pairs: return True
-        if self.budget is not None and n and took*(n+1)/n > self.budget: self.why = f'the budget of {seconds(self.budget)} holds no other pair'
+        if self.budget is not None and n and took*(n+1)/n > self.budget:
+            self.why = f'the budget of {seconds(self.budget)} holds no other pair'
         elif self.early and n in self.looks:
             self.looked,self.looks = self.looked+1,[o for o in self.looks if o > n]
             v = self.result(EARLY).verdicts['overall', 'fit']
@@ -207,7 +212,8 @@ def start_ab(a, b, changes, both, python, on, anyway, folder, device, offline, *
     python = [python] if isinstance(python, (str, Path)) else list(python)
     if len(python) > 2: raise UserError(f'{len(python)} Pythons for two sides: name one for B, or two')
     ra,rb,meant = sides(a, b, changes, both, anyway)
-    if not meant and not python: raise UserError('A and B are the same: name another recipe, what B changes, or another Python for it. To see how much this machine varies: `fastbench doctor`')
+    if not meant and not python:
+        raise UserError('A and B are the same: name another recipe, what B changes, or another Python for it. To see how much this machine varies: `fastbench doctor`')
     if python:
         python = [sys.executable, *python][-2:]
         for o in python: interpreter(o)

@@ -61,7 +61,8 @@ def sight(times:list, # Seconds of runs of the same, in the order they ran
         res.append(dict(effect=effect, threshold=threshold, pairs=n, low=lo, high=hi, seconds=2*n*each))
     return res
 
-def _long(secs): return f'{secs:.0f} s' if secs < 100 else f'{secs/60:.0f} minutes' if secs < 6000 else f'{secs/3600:.1f} hours' if secs < 1e5 else f'{secs/86400:,.0f} days'
+def _long(secs):
+    return f'{secs:.0f} s' if secs < 100 else f'{secs/60:.0f} minutes' if secs < 6000 else f'{secs/3600:.1f} hours' if secs < 1e5 else f'{secs/86400:,.0f} days'
 
 def in_words(o:dict, # One of `sight`
              what:str='', # What ran
@@ -136,7 +137,8 @@ def _bytes(folder):
 def _size(n): return f'{n/1e9:.1f} GB' if n >= 1e9 else f'{n/1e6:.1f} MB'
 
 def _cache_rows():
-    for k,v in _caches().items(): yield _row('cache', k, _size(_bytes(v)) if os.path.isdir(v) else 'empty', str(Path(v).expanduser()))
+    for k,v in _caches().items():
+        yield _row('cache', k, _size(_bytes(v)) if os.path.isdir(v) else 'empty', str(Path(v).expanduser()))
 
 # %% ../../nbs/compare/08_doctor.ipynb #c44e904a
 def _now(device, wait=1.):
@@ -173,7 +175,8 @@ def trial(recipe='digits-xresnet18', # What to run; if not told, a short form of
             tell(f'trial {i} of {n}' if i else f'trial: {r.name}, once to warm up')
             began = time.monotonic()
             run = load(launch(r, folder or tmp, device=device))
-            if run.status != 'ok': raise UserError(f'the trial of {r.name} {run.status}: {run.error}. Does `fastbench run {r.name}` go through?')
+            if run.status != 'ok':
+                raise UserError(f'the trial of {r.name} {run.status}: {run.error}. Does `fastbench run {r.name}` go through?')
             if i:
                 times.append(run.seconds)
                 walls.append(time.monotonic() - began)
@@ -230,7 +233,8 @@ def _add_trial(res, t):
     "What the trial says, into `res`"
     res.times = t['times']
     res.rows += [_row('trial', 'warning', o.partition(': ')[0], o.partition(': ')[2]) for o in t['warnings']]
-    if len(t['times']) < 4: return res.notes.append(f"{len(t['times'])} runs within the budget tell nothing of their spread: it takes four or more")
+    if len(t['times']) < 4:
+        return res.notes.append(f"{len(t['times'])} runs within the budget tell nothing of their spread: it takes four or more")
     s = res.spread = spread(t['times'])
     res.sight = sight(t['times'], t['each'])
     mid = sorted(t['times'])[len(t['times'])//2]

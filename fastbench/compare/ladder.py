@@ -34,7 +34,8 @@ def _row(rung, runs, figures):
                 precision=ok[0]['precision'] if ok else None, published=rung.seconds, published_accuracy=rung.accuracy) | row
 
 # %% ../../nbs/compare/05_ladder.ipynb #44066dcd
-def _values(runs, figures, key): return [(r.repeat, f[key]) for r,f in zip(runs, figures) if r.status == 'ok' and f[key]]
+def _values(runs, figures, key):
+    return [(r.repeat, f[key]) for r,f in zip(runs, figures) if r.status == 'ok' and f[key]]
 
 def _one_place(runs): return len({(o.environment.get('host'), o.device.get('name')) for o in runs}) == 1
 
@@ -61,7 +62,8 @@ def ladder_rows(ladder:Ladder, # Which
         reached = first.get('seconds') and r.get('seconds')
         total = {} if not reached else dict(ratio=1.) if r is first else _speedup(each[names[0]], each[r['rung']], 'seconds')
         gain = _speedup(each[before['rung']], each[r['rung']], 'step') if before else {}
-        for name,o in dict(total=total, gain=gain).items(): r |= {name: o.get('ratio'), f'{name}_low': o.get('low'), f'{name}_high': o.get('high')}
+        for name,o in dict(total=total, gain=gain).items():
+            r |= {name: o.get('ratio'), f'{name}_low': o.get('low'), f'{name}_high': o.get('high')}
         r['published_total'] = first['published']/r['published'] if first['published'] and r['published'] else None
     return rows
 
@@ -86,13 +88,15 @@ class Climb(Table):
         about = runs[0] if runs else None
         self.title = f'{ladder.name}: {ladder.about}'
         self.notes = [f"{about.data.get('name')} on {about.device.get('name')}, {about.precision.get('effective')}" + (f', to {goal:.0%} of the validation set' if goal else '')] if about else []
-        if any(r['n'] > 1 for r in self.rows): self.notes.append('seconds are medians of the repeats; speed-ups means of their ratios, with 95% intervals, each by itself')
+        if any(r['n'] > 1 for r in self.rows):
+            self.notes.append('seconds are medians of the repeats; speed-ups means of their ratios, with 95% intervals, each by itself')
         elif runs: self.notes.append('one run of each: differences of a few percent are chance')
         self.notes += [f"{r['rung']}: {r['status']}" for r in self.rows if runs and r['status'] != 'ok']
         left = [o.name for o in ladder.rungs if o.name not in [r['rung'] for r in self.rows]]
         if left: self.notes.append(f'not run: {", ".join(left)}')
         peak = next((r['peak'] for r in self.rows if r.get('peak')), None)
-        if peak: self.notes.append(f'of peak: FLOPs of training a second, against {peak/1e9:,.0f} GFLOP/s that this machine reached on a matrix product')
+        if peak:
+            self.notes.append(f'of peak: FLOPs of training a second, against {peak/1e9:,.0f} GFLOP/s that this machine reached on a matrix product')
         self.notes += [o for o in warned(runs) if 'never reached' not in o]
 
     def shown(self, row): return row | {k: row[k] and _times(row, k) for k in ('total', 'gain')}

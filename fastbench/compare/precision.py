@@ -33,7 +33,8 @@ def _unique(xs): return list(dict.fromkeys(o for o in xs if o))
 
 def _asked(run, field): return run.asked.get(field, run.recipe.get(field))
 
-def _key(run): return run.recipe.get('name', ''),_asked(run, 'bs'),run.precision.get('asked') or run.recipe.get('precision', '')
+def _key(run):
+    return run.recipe.get('name', ''),_asked(run, 'bs'),run.precision.get('asked') or run.recipe.get('precision', '')
 
 # %% ../../nbs/compare/04_precision.ipynb #d5912a23
 def _row(name, arch, batch, asked, runs, why):
@@ -60,8 +61,9 @@ def _published(row):
     at = {o['precision']: o for o in known if o['machine'] == known[0]['machine']}
     got,base = at.get('fp32' if row['asked'] == 'fp32' else 'fp16', {}),at.get('fp32', {})
     res = {f'published_{k}': got.get(k) for k in ('machine', 'bs', 'seconds', 'accuracy')}
-    if row['asked'] != 'fp32' and got and base: res |= dict(published_faster=base['seconds']/got['seconds'],
-                                                           published_batch_ratio=got['bs']/base['bs'] if got.get('bs') and base.get('bs') else None)
+    if row['asked'] != 'fp32' and got and base:
+        res |= dict(published_faster=base['seconds']/got['seconds'],
+                   published_batch_ratio=got['bs']/base['bs'] if got.get('bs') and base.get('bs') else None)
     return res
 
 def precision_rows(runs, # `Run`s, of any recipes
@@ -77,7 +79,8 @@ def precision_rows(runs, # `Run`s, of any recipes
     for r in res:
         base = next((o for o in res if (o['recipe'], o['asked_bs'], o['asked']) == (r['recipe'], r['asked_bs'], 'fp32') and o is not r), None)
         if base: r |= _ratios(r, base)
-        if r['batch'] == 'largest' or not any(o['batch'] == 'largest' for o in res if o['recipe'] == r['recipe']): r |= _published(r)
+        if r['batch'] == 'largest' or not any(o['batch'] == 'largest' for o in res if o['recipe'] == r['recipe']):
+            r |= _published(r)
     return res
 
 # %% ../../nbs/compare/04_precision.ipynb #625c47ef
@@ -108,10 +111,13 @@ class Precisions(Table):
             yield (f"{share}{each(lambda o: o.data.get('name'))}{f' at {size} px' if size else ''}, "
                    f"epochs: {each(lambda o: str(o.recipe.get('epochs') or ''))}, on {each(lambda o: o.device.get('name'))}")
             yield 'figures are medians of the repeats' if any(r['n'] > 1 for r in self.rows) else 'one run of each: differences of a few percent are chance'
-        if any(r.get('faster') for r in self.rows): yield 'faster and the two ratios: against fp32 at the same batch, or at the largest of each'
-        if any(r['memory_of'] == 'process' for r in self.rows): yield 'memory: peak of the whole process, PyTorch included (CPU)'
+        if any(r.get('faster') for r in self.rows):
+            yield 'faster and the two ratios: against fp32 at the same batch, or at the largest of each'
+        if any(r['memory_of'] == 'process' for r in self.rows):
+            yield 'memory: peak of the whole process, PyTorch included (CPU)'
         machine = _unique(r.get('published_machine') for r in self.rows)
-        if machine: yield f"published: samples a batch and its authors' other figures on a {', '.join(machine)}, each at its largest batch, on their data from pretrained weights"
+        if machine:
+            yield f"published: samples a batch and its authors' other figures on a {', '.join(machine)}, each at its largest batch, on their data from pretrained weights"
 
     def _trouble(self):
         "What failed, and what a figure does not say"
@@ -120,10 +126,12 @@ class Precisions(Table):
         for r in self.rows:
             if r['status'] != 'ok': yield f"{what(r)}: {r['status']}" + (f" ({r['why']})" if r['why'] else '')
         short = _unique(r['net'] for r in self.rows if not r.get('same', True))
-        if short: yield f"no ratio of times where the dropped last batch made one of the two train on fewer images: {', '.join(short)}"
+        if short:
+            yield f"no ratio of times where the dropped last batch made one of the two train on fewer images: {', '.join(short)}"
         full = [f"{r['net']} {r['precision']}" for r in self.rows if r['all_data']]
         if full: yield f"the largest batch is all training images, memory has room for more: {', '.join(full)}"
-        if any(o.weights.startswith('random') and as_dict(known[o.recipe['name']]).get('pretrained') for o in self.runs if o.recipe.get('name') in known): yield 'weights were random at the start: accuracies and times are not those of a frozen, pretrained body'
+        if any(o.weights.startswith('random') and as_dict(known[o.recipe['name']]).get('pretrained') for o in self.runs if o.recipe.get('name') in known):
+            yield 'weights were random at the start: accuracies and times are not those of a frozen, pretrained body'
         yield from warned(self.runs)
 
 # %% ../../nbs/compare/04_precision.ipynb #6643bc35
@@ -137,7 +145,8 @@ def _bars(ax, nets, rows, key, scale=1., kinds=tuple(_colours), mark=None, form=
             if (r['batch'], r['asked'] != 'fp32') != (batch, half): continue
             x,v,p = nets.index(r['net']) + (i - (len(kinds)-1)/2)*w,r.get(key),r.get(mark)
             if v is not None: _bar(ax, x, v*scale, w, _colours[batch, half], form, points)
-            if p is not None: ax.plot(x + (.3*w if points else 0), p*scale, 'D', mfc='none', mec='black', ms=5, zorder=3)
+            if p is not None:
+                ax.plot(x + (.3*w if points else 0), p*scale, 'D', mfc='none', mec='black', ms=5, zorder=3)
             seen += v is not None or p is not None
     if not seen:
         ax.text(.5, .5, 'not measured', ha='center', transform=ax.transAxes, color='grey')
@@ -181,7 +190,8 @@ def _legend(fig, axs, rows):
     half = ' / '.join(_unique(r['precision'] for r in rows if r['asked'] != 'fp32')) or '16 bits'
     items = [Patch(color=c, label=f"{half if h else 'fp32'}, {'equal batch' if b == 'equal' else 'its largest batch'}") for (b,h),c in _colours.items()]
     machine = _unique(r.get('published_machine') for r in rows)
-    if machine: items.append(Line2D([], [], ls='', marker='D', mfc='none', mec='black', label=f"published, on a {machine[0]}"))
+    if machine:
+        items.append(Line2D([], [], ls='', marker='D', mfc='none', mec='black', label=f"published, on a {machine[0]}"))
     axs[1,2].axis('off')
     axs[1,2].legend(handles=items, loc='center left', frameon=False)
     return fig

@@ -30,10 +30,12 @@ def _pairs(a, b):
 def _good(a, b, paired):
     "The Runs that went well, whether they are pairs, and what was left out"
     duos = _pairs(a, b) if paired is None else list(zip(a, b)) if paired else None
-    if paired and len(a) != len(b): raise UserError(f'{len(a)} and {len(b)} Runs are no pairs: give as many of each, or paired=False')
+    if paired and len(a) != len(b):
+        raise UserError(f'{len(a)} and {len(b)} Runs are no pairs: give as many of each, or paired=False')
     why = ', '.join(dict.fromkeys(o.status for o in (*a, *b) if not _ok(o)))
     for name,s in (('A', a), ('B', b)):
-        if not any(map(_ok, s)): raise UserError(f'{name} has no Run that went well ({why}): there is nothing to compare')
+        if not any(map(_ok, s)):
+            raise UserError(f'{name} has no Run that went well ({why}): there is nothing to compare')
     if duos:
         duos = [d for d in duos if all(map(_ok, d))]
         if not duos: raise UserError(f'of no pair both Runs went well ({why}): paired=False compares what is left')
@@ -105,8 +107,9 @@ class Compared(Table):
         if both: raise UserError(f'the Run {sorted(both)[0]} stands on both sides: a Run is not compared with itself')
         if not a or not b: raise UserError('a side is empty: there is nothing to compare')
         self.differences,self.environment,self.meant = differences(a, b, on)
-        if self.differences and not anyway: raise NotComparable(f"not comparable: {'; '.join(map(said, self.differences))}. `--on FIELD` names what is meant to differ, "
-                                                                '`--anyway` compares all the same', self.differences)
+        if self.differences and not anyway:
+            raise NotComparable(f"not comparable: {'; '.join(map(said, self.differences))}. `--on FIELD` names what is meant to differ, "
+                                '`--anyway` compares all the same', self.differences)
         na,nb,self.paired,left = _good(a, b, paired)
         self.rows,self.verdicts,some,tiny = _compare_rows(na, nb, least, self.paired, threshold, level)
         self.accuracy = accuracies(na, nb, self.paired)
@@ -140,7 +143,8 @@ def _name(runs):
 # %% ../../nbs/compare/03_runs.ipynb #b4aeb8ed
 def _interval_of(r): return '' if r['low'] is None else f"{signed(r['low'])} to {signed(r['high'])}"
 
-def _compared_shown(self, r): return {**r, 'a': _units[r['kind']](r['a']), 'b': _units[r['kind']](r['b']), 'interval': _interval_of(r)}
+def _compared_shown(self, r):
+    return {**r, 'a': _units[r['kind']](r['a']), 'b': _units[r['kind']](r['b']), 'interval': _interval_of(r)}
 
 def _compared_about(self, a, b, least, some, tiny):
     "What stands in the table, and how it was made"
@@ -148,10 +152,12 @@ def _compared_about(self, a, b, least, some, tiny):
     yield (f'{n} pair' + 's'*(n > 1) + ', run in turns' if self.paired else f"{len(a)} and {len(b)} run{'s'*(len(b) > 1)}, not in pairs (Welch)") + ': figures are means of the runs, ' \
           'changes percent of the time (memory, samples/s) of A'
     if n < MIN_RUNS: yield f'no verdicts: they need {MIN_RUNS} runs a side'
-    else: yield f'verdicts: differences beyond {100*self.threshold:g}%; overall by itself, all others as a family (Holm). could see: the slowdown that had 80% chance to be found by itself'
+    else:
+        yield f'verdicts: differences beyond {100*self.threshold:g}%; overall by itself, all others as a family (Holm). could see: the slowdown that had 80% chance to be found by itself'
     if self.meant: yield 'compared on purpose: ' + '; '.join(map(said, self.meant))
     sizes = [sorted({o.recipe.get('bs') or 0 for o in side}) for side in (a, b)]
-    if sizes[0] != sizes[1]: yield f'a step is a batch, of {sizes[0]} samples in A and {sizes[1]} in B: samples/s and the rows of the fit say which is faster'
+    if sizes[0] != sizes[1]:
+        yield f'a step is a batch, of {sizes[0]} samples in A and {sizes[1]} in B: samples/s and the rows of the fit say which is faster'
     same = [o for o in self.on if not any(means([o], d['field']) for d in self.meant)]
     if same: yield f"meant to differ, and equal: {', '.join(same)}"
     def names(ks): return ', '.join(' '.join(k) for k in ks)
@@ -164,7 +170,8 @@ def _compared_quality(self):
     if not acc: return
     inside = '' if acc['low'] is None else f" ({100*acc['low']:+.2f} to {100*acc['high']:+.2f})"
     yield f"accuracy: A {acc['a']:.2%}, B {acc['b']:.2%}: {100*acc['difference']:+.2f} points{inside}" + (f'; too few runs to judge' if acc['low'] is None else '')
-    if worse: yield f'FASTER BUT LESS ACCURATE: {worse.upper()} is faster, and its accuracy fell outside the interval of no difference'
+    if worse:
+        yield f'FASTER BUT LESS ACCURATE: {worse.upper()} is faster, and its accuracy fell outside the interval of no difference'
 
 def _compared_where(self):
     "Differences that were overridden, and those of the environment"
@@ -179,7 +186,8 @@ def _compared_trouble(self):
     for name,s in (('A', self.a), ('B', self.b)):
         for r in s:
             for o in r.warnings: said.setdefault((name, str(o).split(':')[0]), []).append(o)
-    for (name,_),os in said.items(): yield f'warning ({len(os)} of {len(getattr(self, name.lower()))} Runs of {name}): {os[0]}'
+    for (name,_),os in said.items():
+        yield f'warning ({len(os)} of {len(getattr(self, name.lower()))} Runs of {name}): {os[0]}'
 
 Compared.shown,Compared._about,Compared._quality,Compared._where,Compared._trouble = _compared_shown,_compared_about,_compared_quality,_compared_where,_compared_trouble
 
@@ -216,7 +224,8 @@ def plot_compared(c:Compared, # What to draw
         ax.barh(i, x, color=colours.get(r['verdict'], 'silver'), height=.6)
         if lo is not None: ax.plot([lo, hi], [i, i], color='black', lw=1)
         for o in (x, lo, hi):
-            if o is not None and abs(o) > edge: ax.plot(edge if o > 0 else -edge, i, '>' if o > 0 else '<', color='black', ms=5, clip_on=False)
+            if o is not None and abs(o) > edge:
+                ax.plot(edge if o > 0 else -edge, i, '>' if o > 0 else '<', color='black', ms=5, clip_on=False)
     ends = [max(-edge, min(edge, o)) for row in each for o in (*row, 0.) if o is not None]
     ax.set_xlim(min(ends) - .04*edge, max(ends) + .04*edge)
     ax.set_yticks(range(len(times)), [f"{r['phase']} {r['action']}" for r in times], parse_math=False)

@@ -23,17 +23,20 @@ def load_side(what, # A `Run`, a folder, a file, an id, the beginning of ids; or
     if isinstance(what, (list, tuple)):
         each = [load_side(o, folder) for o in what]
         return [r for o,_ in each for r in o],[n for _,o in each for n in o]
-    if not isinstance(what, (str, Path)): raise UserError(f'{type(what).__name__} is no side of a comparison: give Runs, a folder, a file or an id')
+    if not isinstance(what, (str, Path)):
+        raise UserError(f'{type(what).__name__} is no side of a comparison: give Runs, a folder, a file or an id')
     path = Path(what)
     if path.is_dir(): return _in_folder(path)
     if path.is_file(): return [load(path)],[]
-    if len(path.parts) > 1 or path.is_absolute(): _missing(f'{path} is not there: is the path right, and was it copied to this machine?')
+    if len(path.parts) > 1 or path.is_absolute():
+        _missing(f'{path} is not there: is the path right, and was it copied to this machine?')
     hits = [o for o in files(folder) if o.stem.startswith(str(what).removesuffix('.json'))]
     return [load(o) for o in hits] if hits and str(what) else [find(str(what), folder)],[]
 
 def _in_folder(path):
     good,bad = load_all(path)
-    if not good: _missing(f'{path} holds no Run' + (f' that can be read: {bad[0]}' if bad else ': is it the folder that `fastbench run --out` wrote to?'))
+    if not good:
+        _missing(f'{path} holds no Run' + (f' that can be read: {bad[0]}' if bad else ': is it the folder that `fastbench run --out` wrote to?'))
     return good,[f'passed over: {o}' for o in bad]
 
 def _missing(text):
@@ -100,7 +103,8 @@ def differences(a:list, # `Run`s
 
 def said(d): # d: as of `differences`
     "A difference in words"
-    def side(vs): return ', '.join('none' if v is None else v if isinstance(v, str) else json.dumps(v) for v in vs[:3]) + (', ...' if len(vs) > 3 else '')
+    def side(vs):
+        return ', '.join('none' if v is None else v if isinstance(v, str) else json.dumps(v) for v in vs[:3]) + (', ...' if len(vs) > 3 else '')
     return f"{d['field']} {side(d['a'])} / {side(d['b'])}"
 
 # %% ../../nbs/compare/02_sides.ipynb #09ffacf4

@@ -39,7 +39,8 @@ def suite_rows(name:str, # Of a suite
     for r in names:
         for o in published(r): keys[r, _half(o['precision'])] = []
     for o in runs:
-        if o.recipe.get('name') in names: keys.setdefault((o.recipe['name'], _half(o.precision.get('effective') or o.recipe.get('precision'))), []).append(o)
+        if o.recipe.get('name') in names:
+            keys.setdefault((o.recipe['name'], _half(o.precision.get('effective') or o.recipe.get('precision'))), []).append(o)
     reasons = {(o.name, _half(o.precision)): why for o,why in refused if o.name in names}
     order = sorted({**keys, **reasons}, key=lambda k: (names.index(k[0]), k[1] != 'fp16'))
     return [_row(*k, keys.get(k, []), reasons.get(k)) for k in order]
@@ -78,20 +79,23 @@ class Suite(Table):
 
     def _about(self, machines):
         def each(f): return ' and '.join(dict.fromkeys(str(f(o)) for o in self.runs if f(o)))
-        if self.runs: yield f"here: {each(lambda o: o.data.get('name'))} on {each(lambda o: o.device.get('name'))}; " + (
-            'medians of the repeats' if any(r['n'] > 1 for r in self.rows) else 'one run of each: differences of a few percent are chance')
+        if self.runs:
+            yield f"here: {each(lambda o: o.data.get('name'))} on {each(lambda o: o.device.get('name'))}; " + (
+  'medians of the repeats' if any(r['n'] > 1 for r in self.rows) else 'one run of each: differences of a few percent are chance')
         if machines: yield f"{', '.join(machines)}: seconds of the fit, as its authors published them"
         left = [o for o in suites()[self.name] if o not in {r['recipe'] for r in self.rows}]
         if left: yield f"neither run nor published: {', '.join(left)}"
         work = {}
         for o in self.runs:
-            for k,(now,then) in changed(o).items(): work.setdefault(f'{k} {_short(now)} instead of {_short(then)}', []).append(o.recipe['name'])
+            for k,(now,then) in changed(o).items():
+                work.setdefault(f'{k} {_short(now)} instead of {_short(then)}', []).append(o.recipe['name'])
         if machines and work:
             yield _other + '; '.join(k + ('' if len({*v}) == len({o.recipe['name'] for o in self.runs}) else f" ({', '.join(dict.fromkeys(v))})") for k,v in work.items())
 
     def _trouble(self):
         for r in self.rows:
-            if r['status'] not in ('ok', 'not run'): yield f"{r['recipe']}, {r['precision']}: {r['status']}" + (f" ({r['why']})" if r['why'] else '')
+            if r['status'] not in ('ok', 'not run'):
+                yield f"{r['recipe']}, {r['precision']}: {r['status']}" + (f" ({r['why']})" if r['why'] else '')
         yield from warned(self.runs)
 
 def _short(x): return f'{x:.4g}' if isinstance(x, float) else str(x)
@@ -131,7 +135,8 @@ def suite_table(name:str, # Of the suite
     "A suite's table as it was published, from Runs"
     own = [o for o in runs if o.recipe.get('name') in suites()[name]]
     if name in ladders(): return Climb(get_ladder(name), own)
-    if len({o.precision for o in expand([name])}) > 1: return Precisions(own, [(r, why) for r,why in refused if r.name in suites()[name]])
+    if len({o.precision for o in expand([name])}) > 1:
+        return Precisions(own, [(r, why) for r,why in refused if r.name in suites()[name]])
     return Suite(name, own, refused)
 
 def suite(name:str, # `colab`, `fp16`, `wikitext`, `quick`; `fastbench list suites` names all

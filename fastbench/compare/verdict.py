@@ -112,7 +112,8 @@ def _outliers(xs): return sum(map(abs, outliers(xs)))
 def _robust(xs, ys=None, level=.05):
     "Hodges and Lehmann's estimate and its interval: of pairs `xs`, or of `ys` against `xs`"
     n = len(xs)
-    if ys is None: vs,mid,sd = [(xs[i]+xs[j])/2 for i in range(n) for j in range(i+1)],n*(n+1)/4,sqrt(n*(n+1)*(2*n+1)/24)
+    if ys is None:
+        vs,mid,sd = [(xs[i]+xs[j])/2 for i in range(n) for j in range(i+1)],n*(n+1)/4,sqrt(n*(n+1)*(2*n+1)/24)
     else: vs,mid,sd = [y-x for x in xs for y in ys],n*len(ys)/2,sqrt(n*len(ys)*(n+len(ys)+1)/12)
     vs.sort()
     k = floor(mid - NormalDist().inv_cdf(1-level/2)*sd - .5)
@@ -124,7 +125,8 @@ def _clean(xs, name):
     except (TypeError, ValueError): raise UserError(f'{name} cannot be compared: it is no list of seconds') from None
     if not xs: raise UserError(f'{name} is empty: a comparison needs a value a run, {MIN_RUNS} or more for a verdict')
     for i,x in enumerate(xs):
-        if not isfinite(x) or x <= 0: raise UserError(f'{name}[{i}] is {x:g}: seconds are above zero. Leave out Runs that failed or diverged')
+        if not isfinite(x) or x <= 0:
+            raise UserError(f'{name}[{i}] is {x:g}: seconds are above zero. Leave out Runs that failed or diverged')
     return [log(x) for x in xs]
 
 def effect(a:list, # Values
@@ -155,13 +157,15 @@ def compare_times(a:list, # Seconds, one value a run
     )->Verdict: # ratio (of b's time to a's), low, high, verdict, detectable and more
     "Is `b` faster or slower than `a`?"
     a,b,h = _clean(a, 'a'),_clean(b, 'b'),_limit(threshold)
-    if paired and len(a) != len(b): raise UserError(f'{len(a)} and {len(b)} runs are no pairs: give as many of each, or paired=False')
+    if paired and len(a) != len(b):
+        raise UserError(f'{len(a)} and {len(b)} runs are no pairs: give as many of each, or paired=False')
     est,se,df = effect(a, b, paired)
     pairs = [y-x for x,y in zip(a, b)]
     hl,hlo,hhi = _robust(pairs, level=level) if paired else _robust(a, b, level)
     res = dict(ratio=exp(est), n=len(a), n_b=len(b), paired=bool(paired), threshold=float(threshold), robust=exp(hl),
                outliers=_outliers(pairs) if paired else _outliers(a)+_outliers(b))
-    if se is None: spread = dict.fromkeys(('low', 'high', 'detectable', 'robust_low', 'robust_high', 'p', 'p_same', 'se', 'df'))
+    if se is None:
+        spread = dict.fromkeys(('low', 'high', 'detectable', 'robust_low', 'robust_high', 'p', 'p_same', 'se', 'df'))
     else:
         t,(p,p_same) = t_quantile(1-level/2, df),_tests(est, se, df, h)
         spread = dict(low=exp(est-t*se), high=exp(est+t*se), detectable=expm1(h + (t+t_quantile(.8, df))*se), robust_low=exp(hlo), robust_high=exp(hhi),
@@ -169,7 +173,8 @@ def compare_times(a:list, # Seconds, one value a run
     return _judge(Verdict(verdict='unknown', level=level, **res, **spread))
 
 def _limit(threshold):
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < 1: raise UserError(f'threshold={threshold!r} cannot be: a share from 0 to below 1, .01 is 1%')
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < 1:
+        raise UserError(f'threshold={threshold!r} cannot be: a share from 0 to below 1, .01 is 1%')
     return log1p(threshold)
 
 # %% ../../nbs/compare/00_verdict.ipynb #22f8c5f5
@@ -180,11 +185,13 @@ def _judge(v, family=1):
     small,limit = min(v.n, v.n_b) < MIN_RUNS,f'{v.threshold:.3g}' if v.threshold < .0001 else f'{100*v.threshold:g}%'
     if small: word,why = 'unknown',f'no verdict from {_runs(v)}: {MIN_RUNS} a side are the least'
     elif v.p_same <= v.level: word,why = 'same',f'no difference larger than {limit}'
-    elif v.p <= v.level: word,why = ('faster', f'faster by more than {limit}') if v.ratio < 1 else ('slower', f'slower by more than {limit}')
+    elif v.p <= v.level:
+        word,why = ('faster', f'faster by more than {limit}') if v.ratio < 1 else ('slower', f'slower by more than {limit}')
     else: word,why = 'unknown',f'cannot tell; {_runs(v)} could have shown {roughly(v.detectable)}'
     if word == 'unknown' and not small and family > 1 and min(_tests(log(v.ratio), v.se, v.df, log1p(v.threshold))) <= v.level:
         why = f'cannot tell: alone it would be a verdict, but one of {family} comparisons can be chance'
-    if word in ('faster', 'slower') and v.robust_low <= 1 <= v.robust_high: why += '; the robust interval holds no difference, too'
+    if word in ('faster', 'slower') and v.robust_low <= 1 <= v.robust_high:
+        why += '; the robust interval holds no difference, too'
     if v.outliers: why += f"; {v.outliers} outlier{'s' if v.outliers > 1 else ''} counted in"
     if v.se is not None and v.se < 1e-12 and not small: why += '; the values do not vary: were they measured?'
     return replace(v, verdict=word, why=why)

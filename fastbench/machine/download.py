@@ -40,8 +40,9 @@ def locked(path): # The lock's own file, created where missing; it stays, empty
 
 def _mkdir(folder):
     try: Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as e: raise DataUnavailable(f'cannot create the folder {folder}: {e.strerror}. Set FASTBENCH_HOME to a folder '
-                                               'that can be written') from None
+    except OSError as e:
+        raise DataUnavailable(f'cannot create the folder {folder}: {e.strerror}. Set FASTBENCH_HOME to a folder '
+                              'that can be written') from None
 
 # %% ../../nbs/machine/02_download.ipynb #e27b42c1
 if os.name == 'nt':

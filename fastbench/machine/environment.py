@@ -30,7 +30,8 @@ def cpu_model(
     found = re.search(r'^(?:model name|Model|cpu)\s*:\s*(.+)$', _read('/proc/cpuinfo', 4096) or '', re.M)
     if found: return found[1]
     if sys.platform == 'darwin':
-        try: return subprocess.run(['sysctl', '-n', 'machdep.cpu.brand_string'], capture_output=True, text=True, timeout=5).stdout.strip()
+        try:
+            return subprocess.run(['sysctl', '-n', 'machdep.cpu.brand_string'], capture_output=True, text=True, timeout=5).stdout.strip()
         except (OSError, subprocess.SubprocessError): pass
     return platform.processor() or platform.machine()
 
@@ -116,7 +117,8 @@ def host_id(name=None, # Host name, by default this machine's
 def git_state(folder, # Any folder
     )->dict|None: # commit; dirty: does a tracked file differ from it? None where there is no commit
     "Commit of the checkout that holds `folder`"
-    def git(*args): return subprocess.run(['git', '--no-optional-locks', '-C', str(folder), *args], capture_output=True, text=True, timeout=10)
+    def git(*args):
+        return subprocess.run(['git', '--no-optional-locks', '-C', str(folder), *args], capture_output=True, text=True, timeout=10)
     try:
         head = git('rev-parse', 'HEAD')
         if head.returncode: return None
@@ -133,7 +135,8 @@ def commits(
 def _fp32(backends):
     "What fp32 matrix products and convolutions are computed in: where a GPU can, PyTorch lets convolutions be tf32"
     try: return dict(matmul=backends.cuda.matmul.fp32_precision, conv=backends.cudnn.conv.fp32_precision)
-    except AttributeError: return {k: 'tf32' if o.allow_tf32 else 'ieee' for k,o in dict(matmul=backends.cuda.matmul, conv=backends.cudnn).items()} # torch before 2.9
+    except AttributeError:
+        return {k: 'tf32' if o.allow_tf32 else 'ieee' for k,o in dict(matmul=backends.cuda.matmul, conv=backends.cudnn).items()} # torch before 2.9
 
 def torch_state(
     )->dict|None: # threads, interop_threads, cpu_capability, cuda, hip; in use: cudnn, fp32. As torch says; None if nobody has imported it
@@ -196,7 +199,8 @@ def _handle(nv, index, env=os.environ):
 def _cuda(device):
     "NVML and the handle of `device`, a UserError if there is none"
     nv, index = _nvml(), int(str(device).partition(':')[2] or 0)
-    if nv is None: raise UserError(f'{device}: no NVIDIA driver answers on this machine; use cpu, or install the driver (nvidia-smi shows if it works)')
+    if nv is None:
+        raise UserError(f'{device}: no NVIDIA driver answers on this machine; use cpu, or install the driver (nvidia-smi shows if it works)')
     try: return nv, _handle(nv, index)
     except (nv.NVMLError, IndexError, ValueError):
         raise UserError(f'{device}: there is no such GPU; CUDA_VISIBLE_DEVICES is {os.environ.get("CUDA_VISIBLE_DEVICES", "not set")}, nvidia-smi -L lists them') from None

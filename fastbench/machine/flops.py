@@ -25,7 +25,8 @@ def count_flops(model, # The model, on its device
     )->int: # FLOPs of the whole batch; a multiply-add counts two
     "FLOPs of forward and backward over one batch"
     try: copy = deepcopy(model)
-    except Exception as e: raise UserError(f'cannot count FLOPs: the model cannot be copied ({e}); profile without flops=True') from e
+    except Exception as e:
+        raise UserError(f'cannot count FLOPs: the model cannot be copied ({e}); profile without flops=True') from e
     copy.train()
     devices = [xb[0].device] if getattr(xb[0], 'is_cuda', False) else []
     with torch.random.fork_rng(devices), FlopCounterMode(display=False) as counter:
@@ -47,7 +48,8 @@ def onednn_linear(x, # Inputs, [..., features]
     "A linear layer by oneDNN, on a CPU"
     return torch.ops.mkldnn._linear_pointwise(x, w, b, 'none', [], '')
 
-def _products(device, precision): return [torch.matmul, onednn_linear] if device.type == 'cpu' and precision == 'fp32' and has_onednn() else [torch.matmul]
+def _products(device, precision):
+    return [torch.matmul, onednn_linear] if device.type == 'cpu' and precision == 'fp32' and has_onednn() else [torch.matmul]
 
 def _tf32(device, precision):
     return device.type == 'cuda' and precision == 'fp32' and torch.get_float32_matmul_precision() != 'highest'

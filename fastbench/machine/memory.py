@@ -34,7 +34,8 @@ class PeakMemory:
     "Watches memory from `start` to `stop`"
     def __init__(self, device=None, # A torch device; its allocator is asked if it is CUDA
                  afresh=False, # Forget the record of the host first
-        ): self.cuda,self.process,self.afresh = getattr(device, 'type', None) == 'cuda' and device,_process(os.getpid()),afresh
+        ):
+            self.cuda,self.process,self.afresh = getattr(device, 'type', None) == 'cuda' and device,_process(os.getpid()),afresh
 
     def start(self):
         "The fit begins"

@@ -46,7 +46,8 @@ def _saving():
     driver,governor,prefer,now,most = (_read(CPUS/'cpu0/cpufreq'/o) for o in ('scaling_driver', 'scaling_governor', 'energy_performance_preference', 'scaling_max_freq', 'cpuinfo_max_freq'))
     if governor == 'powersave' and not re.match('intel_pstate|amd.pstate', driver or ''): return 'governor powersave'
     if prefer == 'power': return 'energy preference power'
-    if (now or '').isdecimal() and (most or '').isdecimal() and int(now) < LIMITS['capped']*int(most): return f'limit of {int(now)/1000:,.0f} MHz of {int(most)/1000:,.0f}'
+    if (now or '').isdecimal() and (most or '').isdecimal() and int(now) < LIMITS['capped']*int(most):
+        return f'limit of {int(now)/1000:,.0f} MHz of {int(most)/1000:,.0f}'
 
 def _on_battery():
     try: battery = psutil.sensors_battery()
@@ -125,32 +126,39 @@ def warnings_between(before, # `machine_state()` before the run
     n, res, gpus = noise(before, after), [], [o.get('gpu', {}) for o in seen]
     def over(key, scale=1): return n.get(key, 0) > LIMITS[key]*scale and n['seconds'] > LIMITS['seconds']
     cores = after.get('logical') or 1
-    if over('others', cores): res.append(f'busy machine: other programs used {n["others"]:.1f} of {cores} cores while this ran. '
+    if over('others', cores):
+        res.append(f'busy machine: other programs used {n["others"]:.1f} of {cores} cores while this ran. '
         'Something else is running here (top shows it): stop it and repeat')
     if over('steal'): res.append(f'stolen time: the hypervisor took {n["steal"]:.0%} of the processor time away. '
         'The host is shared with other guests: repeat at another time, or on a dedicated machine')
     if over('swapped'): res.append(f'swapping: {n["swapped"]/2**20:.0f} MB went to or from the disk. '
         'Memory is short: use a smaller batch or fewer workers, or close other programs')
-    if over('throttled'): res.append(f'throttled container: it was held back for {n["throttled"]:.0%} of the time. '
+    if over('throttled'):
+        res.append(f'throttled container: it was held back for {n["throttled"]:.0%} of the time. '
         'Its CPU limit is lower than what the threads ask for: raise the limit, or set OMP_NUM_THREADS and workers to it')
     if n.get('cpu_hot'): res.append(f'throttled processor: it slowed down {n["cpu_hot"]} times because it was too hot. '
         'Cooling does not keep up: let it cool down, check the fans, and repeat')
     mhz = [o['cpu_mhz'] for o in seen if 'cpu_mhz' in o]
-    if mhz and min(mhz) < LIMITS['slower']*max(mhz): res.append(f'uneven processor: its clock was between {min(mhz):,.0f} and {max(mhz):,.0f} MHz. '
+    if mhz and min(mhz) < LIMITS['slower']*max(mhz):
+        res.append(f'uneven processor: its clock was between {min(mhz):,.0f} and {max(mhz):,.0f} MHz. '
         'It saves energy, gets too hot or gives power to other cores: let it cool down, set the governor to performance (cpupower frequency-set -g performance), and repeat')
     saving = next((o['saving'] for o in seen if o.get('saving')), None)
-    if saving: res.append(f'slow processor: its clock is held low by the {saving}. '
-        'The system saves energy: cpupower frequency-set -g performance (as root) lets it run, or compare only with runs in the same state')
+    if saving:
+        res.append(f'slow processor: its clock is held low by the {saving}. '
+ 'The system saves energy: cpupower frequency-set -g performance (as root) lets it run, or compare only with runs in the same state')
     if any(o.get('on_battery') for o in seen): res.append('on battery: the machine ran without mains power. '
         'It may lower its clocks to save energy: plug it in and repeat')
     others = max((o.get('others', 0) for o in gpus), default=0)
     if others: res.append(f'shared GPU: {others} other process{"es" if others > 1 else ""} had it open. '
         'Someone else is computing there (nvidia-smi shows who): wait, or choose another with CUDA_VISIBLE_DEVICES')
-    elif gpus[0].get('busy', 0) > LIMITS['gpu_busy']: res.append(f'shared GPU: it was {gpus[0]["busy"]:.0%} busy before the run began. '
+    elif gpus[0].get('busy', 0) > LIMITS['gpu_busy']:
+        res.append(f'shared GPU: it was {gpus[0]["busy"]:.0%} busy before the run began. '
         'Another process, perhaps outside this container, uses it: look with nvidia-smi on the host, and repeat')
     reasons = sorted({r for o in gpus for r in o.get('reasons', [])})
-    if reasons or over('gpu_hot'): res.append(f'throttled GPU: {" and ".join(reasons) or "too hot"}' +
+    if reasons or over('gpu_hot'):
+        res.append(f'throttled GPU: {" and ".join(reasons) or "too hot"}' +
         (f' for {n["gpu_hot"]:.0%} of the time' if over('gpu_hot') else '') + '. Cooling or power supply does not keep up: let it cool down, check both, and repeat')
-    if over('gpu_power'): res.append(f'throttled GPU: at its power limit for {n["gpu_power"]:.0%} of the time. '
+    if over('gpu_power'):
+        res.append(f'throttled GPU: at its power limit for {n["gpu_power"]:.0%} of the time. '
         'The work asks for more than the limit allows (nvidia-smi -q -d POWER): compare only with runs under the same limit')
     return res

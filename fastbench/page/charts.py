@@ -55,7 +55,8 @@ def extremes(xs:list, # Values, in order
     "What to draw of `xs` so that no extreme is lost"
     if len(xs) <= points: return list(range(len(xs))),1
     k = -(-2*len(xs)//points)
-    def ends(i): part = range(i, min(i+k, len(xs))); return {min(part, key=xs.__getitem__), max(part, key=xs.__getitem__)}
+    def ends(i):
+        part = range(i, min(i+k, len(xs))); return {min(part, key=xs.__getitem__), max(part, key=xs.__getitem__)}
     return [j for i in range(0, len(xs), k) for j in sorted(ends(i))],k
 
 # %% ../../nbs/page/00_charts.ipynb #094949eb
@@ -90,7 +91,8 @@ def plot_timeline(o, # A `Run` or a `Profile`
             marker='o' if len(which) == 1 else None, ms=4)
     for key,name,marker,fill in (('warm', 'warm-up', 'o', 'none'), ('slow', 'slow', '^', colour_of('warm'))):
         at = sorted(sorted((i for i,v in enumerate(s[key]) if v), key=lambda i: -s['seconds'][i])[:100])
-        if at: ax.plot([s['at'][i] for i in at], [min(s['seconds'][i], top)*f for i in at], marker, ms=4.5, mfc=fill, mec=colour_of('warm'), mew=1, ls='', label=f'{name} ({sum(s[key])})', clip_on=False)
+        if at:
+            ax.plot([s['at'][i] for i in at], [min(s['seconds'][i], top)*f for i in at], marker, ms=4.5, mfc=fill, mec=colour_of('warm'), mew=1, ls='', label=f'{name} ({sum(s[key])})', clip_on=False)
     ax.set(xlabel=f"step of {dict(train='training', valid='validation').get(phase, phase)}", ylabel=unit, ylim=(0, top*f*1.04))
     if len(s['at']) == 1: ax.set_xticks([1])
     if text := _above(s, top): ax.set_title(text, fontsize=9, loc='right', color=colour_of('muted'), pad=18)
@@ -129,7 +131,8 @@ def plot_distribution(os, # A `Run` or a `Profile`, or a list of these
     ax,(unit,f),top = axes(ax, 2.3 if len(all_) == 1 else .9 + .27*len(all_)),unit_of(together['seconds']),ceiling(together)
     if len(all_) == 1: _histogram(ax, [min(x, top)*f for x in together['seconds']], all_[0][2])
     else:
-        for y,(s,_,c) in enumerate(all_): _box(ax, y, [min(x, top)*f for x in calm(s)], [min(x, top)*f for x in extremes_of(s)], c)
+        for y,(s,_,c) in enumerate(all_):
+            _box(ax, y, [min(x, top)*f for x in calm(s)], [min(x, top)*f for x in extremes_of(s)], c)
         ax.set_yticks(range(len(all_)), [o[1] for o in all_], parse_math=False)
         ax.invert_yaxis()
         ax.grid(axis='x', color=colour_of('rule'), lw=.7)
@@ -198,7 +201,8 @@ def plot_memory(os, # A `Run` or a `Profile`, or a list of these
     ax.set(xlabel=f'{unit} at the peak', xlim=(0, 1.18*top/f or 1))
     ax.set_ylim(len(peaks)-.5, -.5)
     from matplotlib.patches import Patch
-    if both: legend(ax, [Patch(color=colour_of('series0'), label='process'), Patch(color=colour_of('series1'), label='device')])
+    if both:
+        legend(ax, [Patch(color=colour_of('series0'), label='process'), Patch(color=colour_of('series1'), label='device')])
     return ax
 
 # %% ../../nbs/page/00_charts.ipynb #8bbc7f27
@@ -236,7 +240,8 @@ def plot_accuracy(runs, # A `Run`, or a list of these
     ax,seen = axes(ax, 2.6),set()
     for g,pts in lines:
         i = kinds.index(g)
-        if pts: ax.plot(*zip(*pts), marker='os^Dv*'[i % 6], ms=4, lw=1, color=series(i), alpha=.85, label=None if g in seen else f'{g} ')
+        if pts:
+            ax.plot(*zip(*pts), marker='os^Dv*'[i % 6], ms=4, lw=1, color=series(i), alpha=.85, label=None if g in seen else f'{g} ')
         seen |= {g} if pts else set()
     ax.set_xlabel('seconds')
     ax.set_ylabel(metric if len(metric) < 40 else f'{metric[:38]}...', parse_math=False)

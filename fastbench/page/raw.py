@@ -59,7 +59,8 @@ def _read(run):
 # %% ../../nbs/page/02_raw.ipynb #270df74f
 def _walk(o, at, depth=0):
     if isinstance(o, (dict, list)) and o and depth < 8 and (isinstance(o, dict) or any(isinstance(x, (dict, list)) for x in o) or any(isinstance(x, str) for x in o)):
-        for k,v in (o.items() if isinstance(o, dict) else enumerate(o)): yield from _walk(v, f'{at}.{k}' if at else str(k), depth+1)
+        for k,v in (o.items() if isinstance(o, dict) else enumerate(o)):
+            yield from _walk(v, f'{at}.{k}' if at else str(k), depth+1)
     else: yield at, o if isinstance(o, str) else json.dumps(o, ensure_ascii=False)
 
 def fields(run:Run # What was kept

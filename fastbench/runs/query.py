@@ -22,7 +22,8 @@ def _texts(name, v):
     "None, or the texts that are wanted"
     if v is None: return None
     res = [v] if isinstance(v, str) else list(v) if isinstance(v, (list, tuple, set)) else [None]
-    if not res or not all(isinstance(o, str) and o for o in res): raise UserError(f'{name}={v!r} cannot be: give a text, or several')
+    if not res or not all(isinstance(o, str) and o for o in res):
+        raise UserError(f'{name}={v!r} cannot be: give a text, or several')
     return res
 
 def _like(value, wanted): return any(fnmatchcase(str(value), o) for o in wanted)
@@ -33,10 +34,12 @@ def moment(text, # '2026-11-20', '2026-11-20T14:30', with a zone or without; or 
     )->datetime: # In UTC
     "A point in time; where no zone is told it is UTC, as in the ids of Runs"
     try:
-        if isinstance(text, str): text = date.fromisoformat(text) if len(text) <= 10 else datetime.fromisoformat(re.sub(r'[zZ]$', '+00:00', text))
+        if isinstance(text, str):
+            text = date.fromisoformat(text) if len(text) <= 10 else datetime.fromisoformat(re.sub(r'[zZ]$', '+00:00', text))
         if not isinstance(text, datetime): text = datetime.combine(text, time()) + timedelta(days=bool(end))
         return text.replace(tzinfo=timezone.utc) if text.tzinfo is None else text.astimezone(timezone.utc)
-    except (TypeError, ValueError, OverflowError): raise UserError(f'{name}={str(text)!r} is no date: write 2026-11-20 or 2026-11-20T14:30') from None
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f'{name}={str(text)!r} is no date: write 2026-11-20 or 2026-11-20T14:30') from None
 
 # %% ../../nbs/runs/03_query.ipynb #ad5221ba
 def _commits(run):
@@ -53,9 +56,11 @@ def _test(recipe, data, device, precision, commit, since, until, status):
     for o in status or ():
         if o not in STATUSES: raise UserError(unknown('status', o, STATUSES))
     for o in commit or ():
-        if not re.fullmatch('[0-9a-fA-F]{4,40}', o): raise UserError(f'commit={o!r} cannot be: four or more of its hexadecimal digits')
+        if not re.fullmatch('[0-9a-fA-F]{4,40}', o):
+            raise UserError(f'commit={o!r} cannot be: four or more of its hexadecimal digits')
     since,until = since and moment(since),until and moment(until, True, 'until')
-    if since and until and since >= until: raise UserError(f'no time lies between: since {since:%Y-%m-%d %H:%M} is not before until {until:%Y-%m-%d %H:%M}')
+    if since and until and since >= until:
+        raise UserError(f'no time lies between: since {since:%Y-%m-%d %H:%M} is not before until {until:%Y-%m-%d %H:%M}')
     def fits(r):
         t = _started(r) if since or until else None
         return ((not recipe or _like(r.recipe.get('name'), recipe)) and (not data or _like(r.data.get('name'), data))
@@ -72,7 +77,8 @@ def select(folder=FOLDER, # Where Runs are kept
            keep=lambda run: run, # What to keep of each
     )->tuple: # as for `runs`; Runs without their profiles, oldest first; errors, a line for each file that cannot be read
     "The Runs that are wanted, newest files first until there are `last`"
-    if last is not None and (type(last) is not int or last < 1): raise UserError(f'last={last!r} cannot be: a whole number, 1 or more')
+    if last is not None and (type(last) is not int or last < 1):
+        raise UserError(f'last={last!r} cannot be: a whole number, 1 or more')
     good,bad,fits = [],[],_test(recipe, data, device, precision, commit, since, until, status)
     with _no_gc():
         for o in reversed(files(folder)):
@@ -195,7 +201,8 @@ def _write_csv(frames, path):
 
 def _write_parquet(frames, path):
     try: import pyarrow as pa, pyarrow.parquet as pq
-    except ImportError: raise UserError("Parquet needs pyarrow, which is not installed: pip install 'fastbench[table]', or export to .csv") from None
+    except ImportError:
+        raise UserError("Parquet needs pyarrow, which is not installed: pip install 'fastbench[table]', or export to .csv") from None
     out = None
     try:
         for df in frames:

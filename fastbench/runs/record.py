@@ -69,7 +69,8 @@ class Run:
     _pace = None  # of a Run that was read without its profile: such a one is not to be saved
 
     def __post_init__(self):
-        if not isinstance(self.status, str) or self.status not in STATUSES: raise UserError(f'status={self.status!r} cannot be: one of {", ".join(STATUSES)}')
+        if not isinstance(self.status, str) or self.status not in STATUSES:
+            raise UserError(f'status={self.status!r} cannot be: one of {", ".join(STATUSES)}')
         self.recipe = plain(self.recipe)
         self.id = self.id or new_id(self.recipe.get('name', 'run'))
         self.started = self.started or datetime.now(timezone.utc).isoformat(timespec='seconds')
@@ -85,7 +86,8 @@ def plain(o # Dicts, lists, numbers, texts; anything
     "Only what JSON has"
     if type(o) is str: return _text(o)
     if o is None or isinstance(o, (bool, int)): return o
-    if isinstance(o, float): return float(o) if math.isfinite(o) else 'NaN' if math.isnan(o) else 'Infinity' if o > 0 else '-Infinity'
+    if isinstance(o, float):
+        return float(o) if math.isfinite(o) else 'NaN' if math.isnan(o) else 'Infinity' if o > 0 else '-Infinity'
     if isinstance(o, dict): return {_text(k): plain(v) for k,v in o.items()}
     if isinstance(o, (list, tuple)): return [plain(v) for v in o]
     if isinstance(o, str) or not hasattr(o, 'tolist'): return _text(o)
@@ -159,7 +161,8 @@ def migrate(d:dict, # What a file holds; `schema` says of which version
     "Bring what an older fastbench wrote up to date"
     while d['schema'] < SCHEMA:
         v,f = d['schema'],_migrations.get(d['schema'])
-        if f is None: raise UserError(f'{name} has schema {v}, which this fastbench cannot read any more: read and save it with an older one')
+        if f is None:
+            raise UserError(f'{name} has schema {v}, which this fastbench cannot read any more: read and save it with an older one')
         try: d = {**f(dict(d)), 'schema': v+1}
         except (LookupError, TypeError, ValueError, AttributeError) as e:
             raise UserError(f'{name} is no Run of schema {v} ({type(e).__name__}: {e}). Was it edited?') from None
@@ -178,17 +181,20 @@ def _checked(d, name):
     "`d`, if it can be a Run"
     if not isinstance(d, dict) or type(d.get('schema')) is not int or d['schema'] < 1 or 'recipe' not in d:
         raise UserError(f'{name} is no Run: it has no schema and recipe. Was it written by fastbench?')
-    if d['schema'] > SCHEMA: raise UserError(f'{name} has schema {d["schema"]}, this fastbench reads up to {SCHEMA}: upgrade fastbench')
+    if d['schema'] > SCHEMA:
+        raise UserError(f'{name} has schema {d["schema"]}, this fastbench reads up to {SCHEMA}: upgrade fastbench')
     d = migrate(d, name)
     d = {k: _unplain(v) if k in _numbers else v for k,v in d.items()}
     for k,kind in _kinds.items():
-        if k in d and not isinstance(d[k], kind): raise UserError(f'{name} is no Run: {k} cannot be {_kind(d[k])}. Was it edited?')
+        if k in d and not isinstance(d[k], kind):
+            raise UserError(f'{name} is no Run: {k} cannot be {_kind(d[k])}. Was it edited?')
     return d
 
 def _run_of(d, name):
     d = _checked(d, name)
     own = {k: v for k,v in d.items() if k in _kinds}
-    try: run = Run(**own | dict(recipe=dict(name=d['recipe'].get('name', 'run'))), extra={k: v for k,v in d.items() if k not in _kinds and k != 'pace'})
+    try:
+        run = Run(**own | dict(recipe=dict(name=d['recipe'].get('name', 'run'))), extra={k: v for k,v in d.items() if k not in _kinds and k != 'pace'})
     except UserError as e: raise UserError(f'{name}: {e}') from None
     run.recipe = d['recipe']  # came from JSON: nothing in it to be made plain
     return run
@@ -198,7 +204,8 @@ def from_json(text:str, # What `to_json` wrote
     )->Run: # The same Run
     "A Run read back"
     try: d = json.loads(text)
-    except (ValueError, RecursionError) as e: raise UserError(f'{name} is no JSON ({e}): was it cut off or edited?') from None
+    except (ValueError, RecursionError) as e:
+        raise UserError(f'{name} is no JSON ({e}): was it cut off or edited?') from None
     return _run_of(d, name)
 
 # %% ../../nbs/runs/01_record.ipynb #76653359

@@ -52,8 +52,10 @@ def check_folder(folder=FOLDER # Made if missing
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except (FileExistsError, NotADirectoryError): raise UserError(f'{folder} cannot hold Runs: {_file_in(folder)} is a file. Name another folder') from None
-    except OSError as e: raise UserError(f'{folder} cannot hold Runs: {e.strerror}. Name another folder, or see to its permissions and space') from None
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f'{folder} cannot hold Runs: {_file_in(folder)} is a file. Name another folder') from None
+    except OSError as e:
+        raise UserError(f'{folder} cannot hold Runs: {e.strerror}. Name another folder, or see to its permissions and space') from None
 
 def _file_in(folder): return next((o for o in (folder, *folder.parents) if o.exists() and not o.is_dir()), folder)
 
@@ -62,7 +64,8 @@ def save(run:Run, # What to keep
          folder=FOLDER, # Where; made if missing
     )->Path: # The file
     "Keep `run`"
-    if run._pace is not None: raise UserError(f'{run.id} was read without its profile, and to save it would lose that: load it whole')
+    if run._pace is not None:
+        raise UserError(f'{run.id} was read without its profile, and to save it would lose that: load it whole')
     path = Path(folder)/f'{run.id}.json'
     try:
         write_whole(path, run.to_json())
@@ -74,8 +77,9 @@ def save(run:Run, # What to keep
 def _rescue(run, path, e):
     rescue = Path(tempfile.gettempdir())/path.name
     try: write_whole(rescue, run.to_json())
-    except OSError: raise NotKept(f'the Run {run.id} is lost: it cannot be written to {path.parent} ({e.strerror}), nor to {rescue.parent}. '
-                                  'Make room and run again') from e
+    except OSError:
+        raise NotKept(f'the Run {run.id} is lost: it cannot be written to {path.parent} ({e.strerror}), nor to {rescue.parent}. '
+                      'Make room and run again') from e
     raise NotKept(f'the Run cannot be written to {path.parent} ({e.strerror}); it is kept as {rescue}: make room, then move it there') from e
 
 _left = re.compile(r'\..+-\d{8}T\d{6,9}-[0-9a-f]{8}\.json\.\d+\.tmp')
@@ -122,7 +126,8 @@ def files(folder=FOLDER # Where Runs are kept
     folder = Path(folder)
     try: names = os.listdir(folder)
     except FileNotFoundError: return []
-    except NotADirectoryError: raise UserError(f'{_file_in(folder)} is a file: `--out` wants the folder that holds Runs') from None
+    except NotADirectoryError:
+        raise UserError(f'{_file_in(folder)} is a file: `--out` wants the folder that holds Runs') from None
     except OSError as e: raise UserError(f'{folder} cannot be read: {e.strerror}') from None
     return sorted((folder/o for o in names if o.endswith('.json') and o[0] != '.'), key=lambda o: (when(o.stem), o.name))
 
@@ -147,6 +152,7 @@ def find(name:str, # A file, an id, its beginning, or 'last'
     if not known: raise UserError(f'no Runs in {folder}: `fastbench run` makes one, `--out` says where others are')
     if name == 'last': return load(known[-1])
     hits = [o for o in known if o.stem == name] or [o for o in known if o.stem.startswith(name)]
-    if len(hits) > 1: raise UserError(f'{name!r} is the beginning of {len(hits)} Runs, {hits[0].stem} and {hits[-1].stem} among them: give more of it')
+    if len(hits) > 1:
+        raise UserError(f'{name!r} is the beginning of {len(hits)} Runs, {hits[0].stem} and {hits[-1].stem} among them: give more of it')
     if not hits: raise UserError(unknown('Run', name, [o.stem for o in known[-5:]]))
     return load(hits[0])
