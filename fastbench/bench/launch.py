@@ -180,8 +180,10 @@ def _start(process, kind, signals):
         if kind == 'forkserver': _drop_server()
         raise
     except (EOFError, OSError) as e:
-        raise CannotStart(f'the process that imports torch for the runs ended before the first of them began ({type(e).__name__}). Is memory short, or the installation '
-                          f'broken? `{Path(sys.executable).name} -c "import fastbench.bench.run"` shows whether it can be imported') from None
+        raise CannotStart('the process that imports torch for the runs ended before the first of them began '
+                          f'({type(e).__name__}). Is memory short, or the installation '
+                          f'broken? `{Path(sys.executable).name} -c "import fastbench.bench.run"` shows whether it '
+                          'can be imported') from None
 
 # %% ../../nbs/bench/03_launch.ipynb #8cb42dba
 GRACE = 5  # seconds from a second signal to the end

@@ -55,7 +55,8 @@ def sides(a, # A recipe or its name
     meant = _differing(ra, rb)
     work = [o for o in meant if o in ('data', 'sample') and o not in (changes or {})]
     if work and not anyway:
-        raise NotComparable(f"not comparable: {'; '.join(f'{o} {getattr(ra, o)} / {getattr(rb, o)}' for o in work)}. `--both {work[0]}=VALUE` gives both the same, `--anyway` compares all the same")
+        raise NotComparable(f"not comparable: {'; '.join(f'{o} {getattr(ra, o)} / {getattr(rb, o)}' for o in work)}. "
+                            f"`--both {work[0]}=VALUE` gives both the same, `--anyway` compares all the same")
     return ra,rb,meant
 
 # %% ../../nbs/compare/06_ab.ipynb #61f3c3e0
@@ -67,7 +68,8 @@ def interpreter(python # A Python, the folder of a virtual environment, or a fol
     here = next((o for name in ('', '.venv', 'venv') for o in (p/name/'bin'/'python', p/name/'Scripts'/'python.exe') if o.is_file()), None)
     code = str(p) if (p/'fastbench'/'__init__.py').is_file() else None
     if here or code: return str(here or sys.executable),code
-    raise UserError(f'--python {python}: no Python there. Name an interpreter, the folder of a virtual environment, or a worktree of fastbench')
+    raise UserError(f'--python {python}: no Python there. Name an interpreter, the folder of a virtual environment, '
+                    'or a worktree of fastbench')
 
 _CODE = 'import sys; sys.path[:] = [o for o in sys.path if o]; from fastbench.cli import main; main()'  # nothing from the current folder
 
@@ -153,7 +155,8 @@ class AB:
         run.extra['ab'] = dict(side='AB'[k], pair=i, turn=turn)
         save(run, self.folder)
         if run.status != 'ok':
-            raise RunFailed(f"pair {i+1}: the run of {'AB'[k]} {run.status}{f' ({run.error})' if run.error else ''}; its Run is kept as {run.path}", run.path)
+            raise RunFailed(f"pair {i+1}: the run of {'AB'[k]} {run.status}{f' ({run.error})' if run.error else ''}; "
+                            f"its Run is kept as {run.path}", run.path)
         return run
 
     def measure(self):
@@ -213,7 +216,8 @@ def start_ab(a, b, changes, both, python, on, anyway, folder, device, offline, *
     if len(python) > 2: raise UserError(f'{len(python)} Pythons for two sides: name one for B, or two')
     ra,rb,meant = sides(a, b, changes, both, anyway)
     if not meant and not python:
-        raise UserError('A and B are the same: name another recipe, what B changes, or another Python for it. To see how much this machine varies: `fastbench doctor`')
+        raise UserError('A and B are the same: name another recipe, what B changes, or another Python for it. To see '
+                        'how much this machine varies: `fastbench doctor`')
     if python:
         python = [sys.executable, *python][-2:]
         for o in python: interpreter(o)

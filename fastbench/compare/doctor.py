@@ -176,7 +176,8 @@ def trial(recipe='digits-xresnet18', # What to run; if not told, a short form of
             began = time.monotonic()
             run = load(launch(r, folder or tmp, device=device))
             if run.status != 'ok':
-                raise UserError(f'the trial of {r.name} {run.status}: {run.error}. Does `fastbench run {r.name}` go through?')
+                raise UserError(f'the trial of {r.name} {run.status}: {run.error}. Does `fastbench run {r.name}` go '
+                                'through?')
             if i:
                 times.append(run.seconds)
                 walls.append(time.monotonic() - began)
@@ -238,5 +239,6 @@ def _add_trial(res, t):
     s = res.spread = spread(t['times'])
     res.sight = sight(t['times'], t['each'])
     mid = sorted(t['times'])[len(t['times'])//2]
-    res.notes.append(f"two runs of the same ({t['recipe']}, {seconds(mid)} each) differ by {s['sd']:.1%}, between {s['low']:.1%} and {s['high']:.1%} by what {s['pairs']} pairs can tell")
+    res.notes.append(f"two runs of the same ({t['recipe']}, {seconds(mid)} each) differ by {s['sd']:.1%}, between "
+                     f"{s['low']:.1%} and {s['high']:.1%} by what {s['pairs']} pairs can tell")
     res.notes += ['this machine ' + in_words(o, t['recipe'] if i == 0 else '') for i,o in enumerate(res.sight)]

@@ -89,14 +89,16 @@ class Climb(Table):
         self.title = f'{ladder.name}: {ladder.about}'
         self.notes = [f"{about.data.get('name')} on {about.device.get('name')}, {about.precision.get('effective')}" + (f', to {goal:.0%} of the validation set' if goal else '')] if about else []
         if any(r['n'] > 1 for r in self.rows):
-            self.notes.append('seconds are medians of the repeats; speed-ups means of their ratios, with 95% intervals, each by itself')
+            self.notes.append('seconds are medians of the repeats; speed-ups means of their ratios, with 95% '
+                              'intervals, each by itself')
         elif runs: self.notes.append('one run of each: differences of a few percent are chance')
         self.notes += [f"{r['rung']}: {r['status']}" for r in self.rows if runs and r['status'] != 'ok']
         left = [o.name for o in ladder.rungs if o.name not in [r['rung'] for r in self.rows]]
         if left: self.notes.append(f'not run: {", ".join(left)}')
         peak = next((r['peak'] for r in self.rows if r.get('peak')), None)
         if peak:
-            self.notes.append(f'of peak: FLOPs of training a second, against {peak/1e9:,.0f} GFLOP/s that this machine reached on a matrix product')
+            self.notes.append(f'of peak: FLOPs of training a second, against {peak/1e9:,.0f} GFLOP/s that this '
+                              'machine reached on a matrix product')
         self.notes += [o for o in warned(runs) if 'never reached' not in o]
 
     def shown(self, row): return row | {k: row[k] and _times(row, k) for k in ('total', 'gain')}

@@ -109,7 +109,8 @@ class Precisions(Table):
             share = each(lambda o: f"{o.recipe['sample']:.3g} of " if o.recipe.get('sample', 1) != 1 else '')
             size = each(lambda o: str(o.recipe.get('size') or ''))
             yield (f"{share}{each(lambda o: o.data.get('name'))}{f' at {size} px' if size else ''}, "
-                   f"epochs: {each(lambda o: str(o.recipe.get('epochs') or ''))}, on {each(lambda o: o.device.get('name'))}")
+                   f"epochs: {each(lambda o: str(o.recipe.get('epochs') or ''))}, on "
+                   f"{each(lambda o: o.device.get('name'))}")
             yield 'figures are medians of the repeats' if any(r['n'] > 1 for r in self.rows) else 'one run of each: differences of a few percent are chance'
         if any(r.get('faster') for r in self.rows):
             yield 'faster and the two ratios: against fp32 at the same batch, or at the largest of each'

@@ -108,7 +108,8 @@ class Compared(Table):
         if not a or not b: raise UserError('a side is empty: there is nothing to compare')
         self.differences,self.environment,self.meant = differences(a, b, on)
         if self.differences and not anyway:
-            raise NotComparable(f"not comparable: {'; '.join(map(said, self.differences))}. `--on FIELD` names what is meant to differ, "
+            raise NotComparable(f"not comparable: {'; '.join(map(said, self.differences))}. `--on FIELD` names what "
+                                "is meant to differ, "
                                 '`--anyway` compares all the same', self.differences)
         na,nb,self.paired,left = _good(a, b, paired)
         self.rows,self.verdicts,some,tiny = _compare_rows(na, nb, least, self.paired, threshold, level)

@@ -77,7 +77,8 @@ def build_folder(dest, # The folder to make; one that exists is taken as complet
             os.replace(tmp, dest)
         except OSError as e:
             if e.errno != errno.ENOSPC: raise
-            raise DataUnavailable(f'no space left in {dest.parent} for {dest.name}. Free some, or set FASTBENCH_HOME') from None
+            raise DataUnavailable(f'no space left in {dest.parent} for {dest.name}. Free some, or set '
+                                  'FASTBENCH_HOME') from None
         finally:
             for o in dest.parent.glob(f'.{dest.name}.*.tmp'): shutil.rmtree(o, ignore_errors=True)
     return True
@@ -184,7 +185,8 @@ def safe_name(name:str, # A member's name, as the archive has it
     "The place of a member inside its folder, or `UnsafeArchive`"
     parts = [o for o in re.split(r'[/\\]', name) if o not in ('', '.')]
     if '..' in parts or '\0' in name or re.match(r'([/\\]|[A-Za-z]:)', name):
-        raise UnsafeArchive(f'{archive} is refused: its member {name!r} would land outside the folder. Nothing was unpacked')
+        raise UnsafeArchive(f'{archive} is refused: its member {name!r} would land outside the folder. Nothing was '
+                            'unpacked')
     return Path(*parts)
 
 # %% ../../nbs/machine/02_download.ipynb #5db1afce
@@ -242,7 +244,8 @@ def unpack(archive, # A `.tar`, `.tar.gz`, `.tgz` or `.zip` file, known by its c
             if e.errno is not None: raise # disk, permissions: not the archive's fault (gzip's BadGzipFile has no errno)
             bad = e
         else: return _strip(tmp) if strip else None
-        raise DataUnavailable(f'{archive} is truncated or damaged ({bad}). Nothing was unpacked; remove it to download it anew') from None
+        raise DataUnavailable(f'{archive} is truncated or damaged ({bad}). Nothing was unpacked; remove it to '
+                              'download it anew') from None
     build_folder(dest, fill, redo=redo)
     return dest
 

@@ -200,10 +200,12 @@ def _cuda(device):
     "NVML and the handle of `device`, a UserError if there is none"
     nv, index = _nvml(), int(str(device).partition(':')[2] or 0)
     if nv is None:
-        raise UserError(f'{device}: no NVIDIA driver answers on this machine; use cpu, or install the driver (nvidia-smi shows if it works)')
+        raise UserError(f'{device}: no NVIDIA driver answers on this machine; use cpu, or install the driver '
+                        '(nvidia-smi shows if it works)')
     try: return nv, _handle(nv, index)
     except (nv.NVMLError, IndexError, ValueError):
-        raise UserError(f'{device}: there is no such GPU; CUDA_VISIBLE_DEVICES is {os.environ.get("CUDA_VISIBLE_DEVICES", "not set")}, nvidia-smi -L lists them') from None
+        raise UserError(f'{device}: there is no such GPU; CUDA_VISIBLE_DEVICES is '
+                        f'{os.environ.get("CUDA_VISIBLE_DEVICES", "not set")}, nvidia-smi -L lists them') from None
 
 # %% ../../nbs/machine/00_environment.ipynb #7608ae5f
 def device_info(device='cpu' # As torch writes it: 'cpu', 'cuda', 'cuda:1', 'mps', or a torch.device

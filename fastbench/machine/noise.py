@@ -135,17 +135,20 @@ def warnings_between(before, # `machine_state()` before the run
         'Memory is short: use a smaller batch or fewer workers, or close other programs')
     if over('throttled'):
         res.append(f'throttled container: it was held back for {n["throttled"]:.0%} of the time. '
-        'Its CPU limit is lower than what the threads ask for: raise the limit, or set OMP_NUM_THREADS and workers to it')
+        'Its CPU limit is lower than what the threads ask for: raise the limit, or set OMP_NUM_THREADS and workers to '
+        'it')
     if n.get('cpu_hot'): res.append(f'throttled processor: it slowed down {n["cpu_hot"]} times because it was too hot. '
         'Cooling does not keep up: let it cool down, check the fans, and repeat')
     mhz = [o['cpu_mhz'] for o in seen if 'cpu_mhz' in o]
     if mhz and min(mhz) < LIMITS['slower']*max(mhz):
         res.append(f'uneven processor: its clock was between {min(mhz):,.0f} and {max(mhz):,.0f} MHz. '
-        'It saves energy, gets too hot or gives power to other cores: let it cool down, set the governor to performance (cpupower frequency-set -g performance), and repeat')
+        'It saves energy, gets too hot or gives power to other cores: let it cool down, set the governor to '
+        'performance (cpupower frequency-set -g performance), and repeat')
     saving = next((o['saving'] for o in seen if o.get('saving')), None)
     if saving:
         res.append(f'slow processor: its clock is held low by the {saving}. '
- 'The system saves energy: cpupower frequency-set -g performance (as root) lets it run, or compare only with runs in the same state')
+ 'The system saves energy: cpupower frequency-set -g performance (as root) lets it run, or compare only with runs in '
+ 'the same state')
     if any(o.get('on_battery') for o in seen): res.append('on battery: the machine ran without mains power. '
         'It may lower its clocks to save energy: plug it in and repeat')
     others = max((o.get('others', 0) for o in gpus), default=0)
@@ -160,5 +163,6 @@ def warnings_between(before, # `machine_state()` before the run
         (f' for {n["gpu_hot"]:.0%} of the time' if over('gpu_hot') else '') + '. Cooling or power supply does not keep up: let it cool down, check both, and repeat')
     if over('gpu_power'):
         res.append(f'throttled GPU: at its power limit for {n["gpu_power"]:.0%} of the time. '
-        'The work asks for more than the limit allows (nvidia-smi -q -d POWER): compare only with runs under the same limit')
+        'The work asks for more than the limit allows (nvidia-smi -q -d POWER): compare only with runs under the same '
+        'limit')
     return res

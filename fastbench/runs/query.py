@@ -60,7 +60,8 @@ def _test(recipe, data, device, precision, commit, since, until, status):
             raise UserError(f'commit={o!r} cannot be: four or more of its hexadecimal digits')
     since,until = since and moment(since),until and moment(until, True, 'until')
     if since and until and since >= until:
-        raise UserError(f'no time lies between: since {since:%Y-%m-%d %H:%M} is not before until {until:%Y-%m-%d %H:%M}')
+        raise UserError(f'no time lies between: since {since:%Y-%m-%d %H:%M} is not before until '
+                        f'{until:%Y-%m-%d %H:%M}')
     def fits(r):
         t = _started(r) if since or until else None
         return ((not recipe or _like(r.recipe.get('name'), recipe)) and (not data or _like(r.data.get('name'), data))
@@ -202,7 +203,8 @@ def _write_csv(frames, path):
 def _write_parquet(frames, path):
     try: import pyarrow as pa, pyarrow.parquet as pq
     except ImportError:
-        raise UserError("Parquet needs pyarrow, which is not installed: pip install 'fastbench[table]', or export to .csv") from None
+        raise UserError("Parquet needs pyarrow, which is not installed: pip install 'fastbench[table]', or export to "
+                        ".csv") from None
     out = None
     try:
         for df in frames:

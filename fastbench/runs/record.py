@@ -162,7 +162,8 @@ def migrate(d:dict, # What a file holds; `schema` says of which version
     while d['schema'] < SCHEMA:
         v,f = d['schema'],_migrations.get(d['schema'])
         if f is None:
-            raise UserError(f'{name} has schema {v}, which this fastbench cannot read any more: read and save it with an older one')
+            raise UserError(f'{name} has schema {v}, which this fastbench cannot read any more: read and save it with '
+                            'an older one')
         try: d = {**f(dict(d)), 'schema': v+1}
         except (LookupError, TypeError, ValueError, AttributeError) as e:
             raise UserError(f'{name} is no Run of schema {v} ({type(e).__name__}: {e}). Was it edited?') from None

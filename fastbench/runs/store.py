@@ -55,7 +55,8 @@ def check_folder(folder=FOLDER # Made if missing
     except (FileExistsError, NotADirectoryError):
         raise UserError(f'{folder} cannot hold Runs: {_file_in(folder)} is a file. Name another folder') from None
     except OSError as e:
-        raise UserError(f'{folder} cannot hold Runs: {e.strerror}. Name another folder, or see to its permissions and space') from None
+        raise UserError(f'{folder} cannot hold Runs: {e.strerror}. Name another folder, or see to its permissions and '
+                        'space') from None
 
 def _file_in(folder): return next((o for o in (folder, *folder.parents) if o.exists() and not o.is_dir()), folder)
 
@@ -78,9 +79,11 @@ def _rescue(run, path, e):
     rescue = Path(tempfile.gettempdir())/path.name
     try: write_whole(rescue, run.to_json())
     except OSError:
-        raise NotKept(f'the Run {run.id} is lost: it cannot be written to {path.parent} ({e.strerror}), nor to {rescue.parent}. '
+        raise NotKept(f'the Run {run.id} is lost: it cannot be written to {path.parent} ({e.strerror}), nor to '
+                      f'{rescue.parent}. '
                       'Make room and run again') from e
-    raise NotKept(f'the Run cannot be written to {path.parent} ({e.strerror}); it is kept as {rescue}: make room, then move it there') from e
+    raise NotKept(f'the Run cannot be written to {path.parent} ({e.strerror}); it is kept as {rescue}: make room, '
+                  'then move it there') from e
 
 _left = re.compile(r'\..+-\d{8}T\d{6,9}-[0-9a-f]{8}\.json\.\d+\.tmp')
 
@@ -153,6 +156,7 @@ def find(name:str, # A file, an id, its beginning, or 'last'
     if name == 'last': return load(known[-1])
     hits = [o for o in known if o.stem == name] or [o for o in known if o.stem.startswith(name)]
     if len(hits) > 1:
-        raise UserError(f'{name!r} is the beginning of {len(hits)} Runs, {hits[0].stem} and {hits[-1].stem} among them: give more of it')
+        raise UserError(f'{name!r} is the beginning of {len(hits)} Runs, {hits[0].stem} and {hits[-1].stem} among '
+                        'them: give more of it')
     if not hits: raise UserError(unknown('Run', name, [o.stem for o in known[-5:]]))
     return load(hits[0])
