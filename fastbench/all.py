@@ -31,6 +31,9 @@ from .measure.profiler import Profiler
 from .callback.cpu.smallmaps import SmallMaps
 from .callback.target import TimeToAccuracy
 from .callback.tta import FlipTTA
+from .measure.table import Table
+
+# %% ../nbs/05_all.ipynb #8f125ceb
 from .compare.ab import ab
 from .compare.runs import compare
 from .compare.doctor import doctor
@@ -39,7 +42,8 @@ from .bench.learner import bench_learner
 from .train.muon import muon
 from .train.optimizer import foreach_adam, foreach_adamw, foreach_sgd, fused_adam, fused_adamw, fused_sgd
 from .errors import UserError
-from .recipe import Kind, Ladder, Recipe, Rung, but, get_ladder, get_recipe, kinds, ladders, recipes, register, register_ladder, register_suite, suites
+from .recipe import Kind, Ladder, Recipe, Rung, but, get_ladder, get_recipe
+from .recipe import kinds, ladders, recipes, register, register_ladder, register_suite, suites
 from .compare.paired import compare_pairs, time_pairs
 from .runs.record import Run
 from .page.report import report
@@ -48,7 +52,10 @@ from .bench.run import run_recipe
 from .runs.query import export, runs, steps
 from .runs.store import find, load, save
 from .compare.suite import suite
-from .measure.table import Table
+from .train.learner import BenchLearner
+from .compare.verdict import compare_times
+
+# %% ../nbs/05_all.ipynb #f00bb091
 from .text.data import HFTextBlock, hf_dls
 from .text.kinds import LanguageModel, Transformer
 from .text.learner import hf_learner, load_hf_learner
@@ -57,8 +64,6 @@ from .text.rnn import lm_dls, rnn_learner
 from .text.sources import load_text_source, source_tokenizer, train_tokenizer
 from .text.splitter import hf_splitter, layer_decay, layer_groups
 from .text.task import task_dls
-from .train.learner import BenchLearner
-from .compare.verdict import compare_times
 from .vision.augment import augmented
 from .vision.data import vision_dls
 from .vision.kinds import Small, Timm, Torchvision, XResNet
@@ -67,10 +72,15 @@ from .vision.resnet import torchvision_learner
 from .vision.small import small_learner, small_net
 
 # %% ../nbs/05_all.ipynb #7abfea7c
-_all_ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile', 'EMACallback', 'HalfPrecision', 'KeepMemory', 'OneDNNLinear', 'FirstBatches', 'Profiler',
-         'TimeToAccuracy', 'FlipTTA', 'Climb', 'ladder', 'bench_learner', 'muon', 'foreach_adam', 'foreach_adamw', 'foreach_sgd', 'fused_adam',
-         'fused_adamw', 'fused_sgd', 'Kind', 'XResNet', 'Timm', 'Torchvision', 'Small', 'Transformer', 'LanguageModel', 'setting', 'kinds', 'Ladder', 'Recipe', 'Rung', 'UserError', 'but', 'get_ladder', 'get_recipe', 'ladders', 'recipes', 'register',
-         'register_ladder', 'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs', 'steps', 'export', 'save', 'Table', 'BenchLearner', 'augmented',
-         'vision_dls', 'timm_learner', 'xresnet_learner', 'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner',
-         'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter', 'layer_decay',
-         'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'compare_pairs', 'time_pairs', 'doctor', 'report', 'suite', 'Energy', 'LogPhases']
+_all_ = [
+    'MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile', 'EMACallback', 'HalfPrecision',
+    'KeepMemory', 'OneDNNLinear', 'FirstBatches', 'Profiler', 'TimeToAccuracy', 'FlipTTA', 'Climb', 'ladder',
+    'bench_learner', 'muon', 'foreach_adam', 'foreach_adamw', 'foreach_sgd', 'fused_adam', 'fused_adamw',
+    'fused_sgd', 'Kind', 'XResNet', 'Timm', 'Torchvision', 'Small', 'Transformer', 'LanguageModel', 'setting',
+    'kinds', 'Ladder', 'Recipe', 'Rung', 'UserError', 'but', 'get_ladder', 'get_recipe', 'ladders', 'recipes',
+    'register', 'register_ladder', 'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs', 'steps',
+    'export', 'save', 'Table', 'BenchLearner', 'augmented', 'vision_dls', 'timm_learner', 'xresnet_learner',
+    'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner', 'load_hf_learner',
+    'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter',
+    'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'compare_pairs', 'time_pairs',
+    'doctor', 'report', 'suite', 'Energy', 'LogPhases']

@@ -13,13 +13,13 @@ from .vision.kinds import Small, Timm, Torchvision, XResNet
 # %% ../nbs/03_experiments.ipynb #7a727209
 register(XResNet('digits-xresnet18', "scikit-learn's scanned digits: real, tiny, always there",
                  data='digits', size=32, bs=64, epochs=4), seconds=40)
-register(XResNet('photos-xresnet18', 'JPEGs cut from two photographs, shapes drawn over them: draw is what decoding costs, in the main process',
-                 data='photos', size=64, bs=64, epochs=3, workers=0), seconds=60)
+_photos = 'JPEGs cut from two photographs, shapes drawn over them: draw is what decoding costs, in the main process'
+register(XResNet('photos-xresnet18', _photos, data='photos', size=64, bs=64, epochs=3, workers=0), seconds=60)
 
 _texts = dict(bs=16, wd=0.)
 _tiny = dict(arch='distilbert-tiny', data='docstrings', epochs=3, lr=2e-3, **_texts)
-register(Transformer('docstrings-distilbert', 'which package a docstring is of: real English of very uneven length, a small model',
-                     max_length=128, **_tiny), seconds=40)
+_docs_about = 'which package a docstring is of: real English of very uneven length, a small model'
+register(Transformer('docstrings-distilbert', _docs_about, max_length=128, **_tiny), seconds=40)
 
 # %% ../nbs/03_experiments.ipynb #74373a2a
 _imagenette = dict(data='imagenette', bs=64, epochs=4, lr=3e-3, min_scale=.35, flip=.5, precision='fp16')
@@ -37,26 +37,28 @@ register(XResNet('imagenette-xse_resnext50', 'XSE-ResNeXt50 with Mish at 256 px'
                  arch='xse_resnext50', act='mish', size=256, **_imagenette), [
     ('SageMaker T4',             'fp16',  473.5), ('Colab Pro P100',           'fp16',  585.3),
     ('Colab Pro high-RAM P100',  'fp16',  541.2), ('Colab Pro high-RAM T4',    'fp16',  468.9)])
-register(Timm('imagenette-timm_resnet50', "timm's resnet50 at 256 px, AdamW, label smoothing", arch='resnet50', size=256,
-              opt='adamw', eps=1e-5, label_smoothing=.1, **_imagenette))
+register(Timm('imagenette-timm_resnet50', "timm's resnet50 at 256 px, AdamW, label smoothing",
+              arch='resnet50', size=256, opt='adamw', eps=1e-5, label_smoothing=.1, **_imagenette))
 
 # %% ../nbs/03_experiments.ipynb #2713e7b5
-register(Transformer('imdb-roberta', 'RoBERTa-base on a fifth of IMDB, at a rate at which it learns (published: 3e-3, at which it did not)',
-                     arch='roberta-base', pretrained=True, data='imdb', sample=.2, epochs=4, lr=2e-5, precision='fp16', **_texts), [
+_roberta_about = 'RoBERTa-base on a fifth of IMDB, at a rate at which it learns (published: 3e-3, at which it did not)'
+register(Transformer('imdb-roberta', _roberta_about, arch='roberta-base', pretrained=True, data='imdb', sample=.2,
+                     epochs=4, lr=2e-5, precision='fp16', **_texts), [
     ('SageMaker T4',             'fp16',  596.8), ('SageMaker T4',             'fp32', 1525,   None, 8),
     ('Colab Pro P100',           'fp16',  828.9), ('Colab Pro P100',           'fp32',  877.0, None, 8),
     ('Colab Pro high-RAM P100',  'fp16',  842.3), ('Colab Pro high-RAM P100',  'fp32',  885.7, None, 8),
     ('Colab Pro high-RAM T4',    'fp16',  647.7), ('Colab Pro high-RAM T4',    'fp32', 1602,   None, 8)])
 
-register_suite('colab', 'imagenette-xse_resnet50', 'imagenette-xresnet18', 'imagenette-xse_resnext50', 'imagenette-timm_resnet50', 'imdb-roberta')
+register_suite('colab', 'imagenette-xse_resnet50', 'imagenette-xresnet18', 'imagenette-xse_resnext50',
+               'imagenette-timm_resnet50', 'imdb-roberta')
 
 # %% ../nbs/03_experiments.ipynb #f159488c
 for _name,_changes,_seconds in [
     ('imagenette-xse_resnet50', dict(bs=48, epochs=2),            1330),
     ('imagenette-xresnet18',    dict(bs=48, epochs=2),            146.2),
     ('imdb-roberta',            dict(bs=12, epochs=1, sample=.1), 626.3)]:
-    register(get_recipe(_name, name=f'{_name}-small', about=f'{_name} for a GPU of 12 GB: smaller batches, fewer epochs', **_changes),
-             [('Colab free K80', 'fp16', _seconds)])
+    _about = f'{_name} for a GPU of 12 GB: smaller batches, fewer epochs'
+    register(get_recipe(_name, name=f'{_name}-small', about=_about, **_changes), [('Colab free K80', 'fp16', _seconds)])
 
 register_suite('colab-small', 'imagenette-xse_resnet50-small', 'imagenette-xresnet18-small', 'imdb-roberta-small')
 
@@ -69,18 +71,22 @@ for _layers,_bs,_bs16,_gpus in [ # seconds and accuracy in fp32, then in fp16
     (50,   98, 164, [('2080Ti',  4578, .8393, 3218, .8320), ('1080Ti', 6322, .8364, 5092, .8364)]),
     (101,  64, 116, [('2080Ti',  7318, .8598, 4952, .8568), ('1080Ti', 9387, .8636, 7680, .8654)]),
     (152,  48,  88, [('2080Ti', 10707, .8631, 6681, .8668)])]:
-    register(Torchvision(f'cifar100-resnet{_layers}', f"torchvision's ResNet-{_layers} on CIFAR-100 at 224 px, body frozen",
-                         arch=f'resnet{_layers}', bs=_bs, **_cifar100),
-             [o for gpu,s32,a32,s16,a16 in _gpus for o in ((gpu, 'fp32', s32, a32, _bs), (gpu, 'fp16', s16, a16, _bs16))])
+    _about = f"torchvision's ResNet-{_layers} on CIFAR-100 at 224 px, body frozen"
+    _figures = [[(gpu, 'fp32', s32, a32, _bs), (gpu, 'fp16', s16, a16, _bs16)] for gpu,s32,a32,s16,a16 in _gpus]
+    _recipe = Torchvision(f'cifar100-resnet{_layers}', _about, arch=f'resnet{_layers}', bs=_bs, **_cifar100)
+    register(_recipe, sum(_figures, []))
 
 _both = dict(precision='fp32'), dict(precision='fp16-cuda')
-register_suite('fp16', *(f'cifar100-resnet{o}' for o in (18, 34, 50, 101, 152)), variants=[*_both, *(o | dict(bs='largest') for o in _both)])
+_largest = tuple(o | dict(bs='largest') for o in _both)
+register_suite('fp16', *(f'cifar100-resnet{o}' for o in (18, 34, 50, 101, 152)), variants=_both + _largest)
 
 # %% ../nbs/03_experiments.ipynb #e1d25ef5
 _lm = dict(bs=20, bptt=35, lr=3e-3, wd=0.)
 for _arch,_about in dict(lstm='LSTM', gru='GRU', rnn='Elman RNN').items():
-    register(LanguageModel(f'wikitext2-{_arch}', f'word-level language model on WikiText-2: {_about}', arch=_arch, data='wikitext2', epochs=30, **_lm))
-register(LanguageModel('docstrings-lstm', 'word-level language model on docstrings: LSTM', arch='lstm', data='docstrings', sample=.3, epochs=2, **_lm))
+    register(LanguageModel(f'wikitext2-{_arch}', f'word-level language model on WikiText-2: {_about}',
+                           arch=_arch, data='wikitext2', epochs=30, **_lm))
+register(LanguageModel('docstrings-lstm', 'word-level language model on docstrings: LSTM',
+                       arch='lstm', data='docstrings', sample=.3, epochs=2, **_lm))
 
 register_suite('wikitext', 'wikitext2-lstm', 'wikitext2-gru', 'wikitext2-rnn', variants=_both)
 register_suite('quick', 'digits-xresnet18', 'photos-xresnet18', 'docstrings-distilbert', variants=[dict(epochs=1)])
@@ -88,29 +94,31 @@ register_suite('quick', 'digits-xresnet18', 'photos-xresnet18', 'docstrings-dist
 # %% ../nbs/03_experiments.ipynb #ef4bf4d5
 def _knots(epochs, values): return tuple((e/epochs[-1], v/max(values)) for e,v in zip(epochs, values))
 
-_small = dict(arch='resnet18-kinked', size=32, epochs=35, wd=5e-4, opt='nesterov', schedule='linear', augment='items', pad=4, flip=.5,
-              precision='fp16-cuda', knots=_knots((0, 15, 30, 30.01, 35), (.002, .1, .01, .005, .0001)))
+_small = dict(arch='resnet18-kinked', size=32, epochs=35, wd=5e-4, opt='nesterov', schedule='linear', augment='items',
+              pad=4, flip=.5, precision='fp16-cuda', knots=_knots((0, 15, 30, 30.01, 35), (.002, .1, .01, .005, .0001)))
 _resnet9 = dict(arch='resnet9', epochs=24, knots=_knots((0, 5, 24), (0, .4, 0)))
-_ten = dict(epochs=10, knots=_knots((0, 2, 10), (0, .4, 0)), ema=.99, label_smoothing=.2, norm=32, act='celu', whiten=True, tta=True)
+_ten = dict(epochs=10, knots=_knots((0, 2, 10), (0, .4, 0)), ema=.99, label_smoothing=.2, norm=32, act='celu',
+            whiten=True, tta=True)
 _airbench = dict(arch='airbench', epochs=8, opt='muon', lr=.24, act='relu', ema=None, norm=None, cutout=0, bs=2000,
                  precision='half', compile='max-autotune', knots=_knots((0, 1, 8), (.2, 1, .07)))
+_airbench_about = 'a net, Muon, half precision throughout and compile after airbench94 (published on an A100)'
 _ten_about = 'averaged weights, label smoothing, ghost batch norm, CELU, whitening, mirrored prediction: ten epochs'
 
 # %% ../nbs/03_experiments.ipynb #c929d316
 _stem = dict(arch='resnet18', knots=_knots((0, 15, 30, 35), (0, .1, .005, 0)))
 _hole = dict(cutout=8, epochs=30, lr=.4, knots=_knots((0, 8, 30), (0, .4, 0)))
 _dawn = (
-    Rung('baseline',     'the winner of DAWNBench, reproduced: ResNet18',                    {},                                356,  .94),
-    Rung('simple-stem',  'no second BN-ReLU after the stem, no kink in the schedule',        _stem,                             323,  .94),
-    Rung('once',         'normalise and pad once, not every epoch',                          dict(augment='once'),              308),
-    Rung('bulk',         'random numbers drawn in bulk, once an epoch',                      dict(augment='bulk'),              301,  .9398),
-    Rung('main',         'augment whole batches in the main process',                        dict(augment='batch', workers=0),  297,  .9412),
-    Rung('larger-batch', 'batches four times as large, with a larger rate',                  dict(bs=512, lr=.44),              256,  .9412),
-    Rung('fast-norm',    'batch norm on its fast path: channels-last',                       dict(channels_last=True),          186,  .9370),
-    Rung('cutout',       'cutout of 8 px, 30 epochs',                                        _hole,                             161,  .9414),
-    Rung('resnet9',      'nine layers, 24 epochs',                                           _resnet9,                           79,  .9413),
-    Rung('ten-epochs',   _ten_about,                                                         _ten,                               26,  .941),
-    Rung('airbench',     'a net, Muon, half precision throughout and compile after airbench94 (published on an A100)', _airbench, 2.59, .94))
+    Rung('baseline', 'the winner of DAWNBench, reproduced: ResNet18', {}, 356, .94),
+    Rung('simple-stem', 'no second BN-ReLU after the stem, no kink in the schedule', _stem, 323, .94),
+    Rung('once', 'normalise and pad once, not every epoch', dict(augment='once'), 308),
+    Rung('bulk', 'random numbers drawn in bulk, once an epoch', dict(augment='bulk'), 301, .9398),
+    Rung('main', 'augment whole batches in the main process', dict(augment='batch', workers=0), 297, .9412),
+    Rung('larger-batch', 'batches four times as large, with a larger rate', dict(bs=512, lr=.44), 256, .9412),
+    Rung('fast-norm', 'batch norm on its fast path: channels-last', dict(channels_last=True), 186, .9370),
+    Rung('cutout', 'cutout of 8 px, 30 epochs', _hole, 161, .9414),
+    Rung('resnet9', 'nine layers, 24 epochs', _resnet9, 79, .9413),
+    Rung('ten-epochs', _ten_about, _ten, 26, .941),
+    Rung('airbench', _airbench_about, _airbench, 2.59, .94))
 
 _dawn_about = 'CIFAR-10 to 94%, one line after another; published on one V100'
 register_ladder(Small('dawn', _dawn_about, data='cifar10', bs=128, lr=.1, target=.94, **_small), *_dawn)
@@ -133,17 +141,20 @@ register(Transformer('imdb-distilbert', 'DistilBERT on IMDB, 35,000 reviews to t
 
 _same = 'attention drops out rows of values instead of weights: the same strength, and fused attention'
 _faster = (
-    Rung('plain',   'random batches, every text padded to max_length, fp32',                          {},                                    1357.8, .9143),
-    Rung('best',    'the best epoch is kept',                                                         dict(best=True),                       1385.4, .92),
-    Rung('mixed',   'mixed precision',                                                                dict(precision='fp16-cuda'),           525,    .922),
-    Rung('compile', 'torch.compile',                                                                  dict(compile=True)),
-    Rung('dynamic', 'padded to the longest of the batch (and so of many lengths: not compiled)',      dict(loader='random', compile=False)),
-    Rung('sorted',  'texts of one length together',                                                   dict(loader='sorted')),
-    Rung('packed',  'no padding at all',                                                              dict(loader='packed')),
-    Rung('values',  _same,                                                                            dict(attention='values')),
-    Rung('fused',   'fused optimizer',                                                                dict(opt='fused_adam')))
-register_ladder(Transformer('faster', 'three epochs of DistilBERT on IMDB; published on one A100', loader='padded', **_imdb), *_faster)
+    Rung('plain', 'random batches, every text padded to max_length, fp32', {}, 1357.8, .9143),
+    Rung('best', 'the best epoch is kept', dict(best=True), 1385.4, .92),
+    Rung('mixed', 'mixed precision', dict(precision='fp16-cuda'), 525, .922),
+    Rung('compile', 'torch.compile', dict(compile=True)),
+    Rung('dynamic', 'padded to the longest of the batch (and so of many lengths: not compiled)',
+         dict(loader='random', compile=False)),
+    Rung('sorted', 'texts of one length together', dict(loader='sorted')),
+    Rung('packed', 'no padding at all', dict(loader='packed')),
+    Rung('values', _same, dict(attention='values')),
+    Rung('fused', 'fused optimizer', dict(opt='fused_adam')))
+_plain = Transformer('faster', 'three epochs of DistilBERT on IMDB; published on one A100', loader='padded', **_imdb)
+register_ladder(_plain, *_faster)
 
 # %% ../nbs/03_experiments.ipynb #5ac3e454
-_here = _imdb | dict(loader='padded', arch='distilbert-tiny', pretrained=False, data='docstrings', max_length=256, epochs=2, lr=1e-3)
-register_ladder(Transformer('faster-docstrings', 'two epochs of a small DistilBERT on docstrings, by the rungs of faster', **_here), *_faster)
+_here = _imdb | dict(arch='distilbert-tiny', pretrained=False, data='docstrings', max_length=256, epochs=2, lr=1e-3)
+_here_about = 'two epochs of a small DistilBERT on docstrings, by the rungs of faster'
+register_ladder(Transformer('faster-docstrings', _here_about, loader='padded', **_here), *_faster)

@@ -15,7 +15,8 @@ from .errors import UserError, unknown
 from .rules import check_setting, either, one_of, optional, points, real, setting, switch, text, whole, yes_no
 
 # %% ../nbs/02_recipe.ipynb #f0f69295
-_opts = ('adam', 'adamw', 'sgd', 'ranger', 'nesterov', 'muon', *(f'{impl}_{o}' for impl in ('fused', 'foreach') for o in ('adam', 'adamw', 'sgd')))
+_torchs = [f'{impl}_{o}' for impl in ('fused', 'foreach') for o in ('adam', 'adamw', 'sgd')]
+_opts = 'adam', 'adamw', 'sgd', 'ranger', 'nesterov', 'muon', *_torchs
 _precisions = 'fp32', 'fp16', 'bf16', 'mixed', 'fp16-cuda', 'half-fp16', 'half-bf16', 'half'
 _modes = 'default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs'
 
@@ -28,25 +29,27 @@ class Recipe:
     sample: float = setting(real(0, 1, above=True), 'share of the data used', default=1.)
     workers: int|None = setting(optional(whole(0)), 'loader processes; None: min(8, cpus)', default=None)
     batches: int|None = setting(optional(whole(1)), 'training batches of an epoch; None: all', default=None)
-    bs: int|str = setting(either('largest', whole(1)), 'samples per batch (packed and budget: of average length)', default=64)
-    memory: str|None = setting(optional(text()), "limit of the largest batch, as in '4GB'; None: what the device has", default=None)
+    bs: int|str = setting(either('largest', whole(1)), 'samples per batch, of average length', default=64)
+    memory: str|None = setting(optional(text()), "limit of the largest batch: '4GB'; None: the device's", default=None)
     epochs: int = setting(whole(1), 'epochs', default=1)
     lr: float = setting(real(0, above=True), 'learning rate, the peak of one-cycle', default=3e-3)
     wd: float|None = setting(optional(real(0)), "weight decay; None: the optimizer's default", default=None)
     opt: str = setting(one_of(*_opts), 'optimizer', default='fused_adam')
     eps: float|None = setting(optional(real(0, above=True)), "the optimizer's epsilon; None: its default", default=None)
-    schedule: str = setting(one_of('one_cycle', 'flat', 'linear'), 'learning-rate schedule; linear goes by knots', default='one_cycle')
+    schedule: str = setting(one_of('one_cycle', 'flat', 'linear'), 'linear goes by knots', default='one_cycle')
     knots: tuple = setting(points(), 'a piecewise linear schedule', default=((0, 1), (1, 0)))
     label_smoothing: float = setting(real(0, 1), 'label smoothing', default=0.)
     precision: str = setting(one_of(*_precisions), default='fp32',
-        about='precision asked for; mixed and half: bf16 where the device multiplies it, fp16 on older GPUs; fp16-cuda: fp16 on every GPU, bf16 elsewhere')
+        about='precision asked for; mixed and half: bf16 where the device multiplies it, fp16 on older GPUs; '
+              'fp16-cuda: fp16 on every GPU, bf16 elsewhere')
     compile: bool|str = setting(switch(*_modes), 'torch.compile, and in which of its modes', default=False)
     tf32: bool|None = setting(optional(yes_no()), 'TF32 for fp32 on CUDA; None: as PyTorch is set', default=None)
     keep_memory: bool = setting(yes_no(), 'freed memory stays with the process between batches (CPU)', default=False)
-    onednn: bool = setting(yes_no(), 'linear layers in fp32 are multiplied by oneDNN instead of MKL (CPU)', default=False)
+    onednn: bool = setting(yes_no(), 'linear layers in fp32 by oneDNN instead of MKL (CPU)', default=False)
     ema: float|None = setting(optional(real(0, 1)), 'decay of averaged weights; None: not averaged', default=None)
     best: bool = setting(yes_no(), 'end with the weights of the best epoch', default=False)
-    target: float|None = setting(optional(real(0, 1, above=True)), 'validation accuracy that ends the training; None: all epochs', default=None)
+    target: float|None = setting(optional(real(0, 1, above=True)), 'accuracy that ends the fit; None: all epochs',
+        default=None)
     seed: int = setting(whole(0), 'seed of split, shuffle, augmentation and weights', default=42)
 
     def __post_init__(self):
@@ -68,7 +71,8 @@ def _check_known(cls, changes):
         if k in cls.__dataclass_fields__: continue
         owners = [n for n,o in kinds().items() if k in o.__dataclass_fields__]
         if not owners: raise UserError(unknown('field', k, list(cls.__dataclass_fields__)))
-        raise UserError(f'{k}={v!r} has no effect in this recipe: it goes with {", ".join(owners)}, and this is of kind {cls.__name__}')
+        raise UserError(f'{k}={v!r} has no effect in this recipe: it goes with {", ".join(owners)}, '
+                        f'and this is of kind {cls.__name__}')
 
 # %% ../nbs/02_recipe.ipynb #cf2da544
 def check_field(kind:type, # `Recipe` or a kind
@@ -130,7 +134,8 @@ def but(recipe:Recipe, # Where to start
     cls,kept = type(recipe),vars(recipe)
     if 'kind' in changes: cls = _find_kind(changes.pop('kind'))
     _check_known(cls, changes)
-    if changes.get('data') == 'auto' and not recipe.data.startswith('auto'): changes['data'] = f'auto:{recipe.data}'  # what it stands in for
+    if changes.get('data') == 'auto' and not recipe.data.startswith('auto'):
+        changes['data'] = f'auto:{recipe.data}'  # what it stands in for
     return cls(**{k: v for k,v in kept.items() if k in cls.__dataclass_fields__} | changes)
 
 def _find_kind(name):
@@ -213,7 +218,8 @@ def get_recipe(recipe:str|Recipe, # A name, or a recipe
         known = recipes()
         if recipe not in known: raise UserError(unknown('recipe', recipe, list(known)))
         recipe = known[recipe]
-    elif not isinstance(recipe, Recipe): raise UserError(f'{recipe!r} is no recipe: give a name (`fastbench list` shows them) or a Recipe')
+    elif not isinstance(recipe, Recipe):
+        raise UserError(f'{recipe!r} is no recipe: give a name (`fastbench list` shows them) or a Recipe')
     return but(recipe, **changes)
 
 def expand(names # Names of recipes and suites, mixed

@@ -1,0 +1,22 @@
+"The shape of the code: how long lines and cells are. What is not there yet may only become less."
+import json
+import re
+import statistics
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LONG_LINES, LONG_CELLS, MEDIAN = 900, 70, 19  # today; the aim is none, none and 12
+
+
+def exported_cells():
+    for path in sorted((ROOT/'nbs').rglob('[0-9]*.ipynb')):
+        for c in json.loads(path.read_text(encoding='utf-8'))['cells']:
+            source = ''.join(c['source'])
+            if c['cell_type'] == 'code' and re.match(r'#\|\s*exporti?\b', source): yield path, source.split('\n')[1:]
+
+
+def test_lines_and_cells_stay_short():
+    cells = list(exported_cells())
+    long = [(p.name, o) for p, lines in cells for o in lines if len(o) > 120]
+    large = [(p.name, len(lines)) for p, lines in cells if len(lines) > 40]
+    assert len(long) <= LONG_LINES and len(large) <= LONG_CELLS and statistics.median(len(lines) for _, lines in cells) <= MEDIAN, (len(long), large)
