@@ -117,7 +117,9 @@ class _Grads:
         self.stepped,self.found = False,None
     def step(self, *args, **kwargs): self.stepped,self.found = True,getattr(self, 'found_inf', None)
 
-# %% ../../nbs/callback/12_amp.ipynb #597efc49
+# %% ../../nbs/callback/12_amp.ipynb #b93c5690
+_twice = 'unscale_() has already been called on this optimizer since the last update().'  # PyTorch's own words
+
 class Scaler(GradScaler):
     "A `GradScaler` that knows that the gradients are unscaled already"
     current,asked = None,False
@@ -126,7 +128,7 @@ class Scaler(GradScaler):
         ):
         "As PyTorch's; where the gradients are unscaled already, the first call has nothing to do"
         if self.current is None or optimizer is self.current: return super().unscale_(optimizer)
-        if self.asked: raise RuntimeError('unscale_() has already been called on this optimizer since the last update().')
+        if self.asked: raise RuntimeError(_twice)
         self.asked = True
 
     def update(self, new_scale=None # Instead of what the steps since the last one ask for
@@ -143,7 +145,7 @@ class Scaler(GradScaler):
 # %% ../../nbs/callback/12_amp.ipynb #e47af1d7
 class MixedPrecision(DuringFit, FastaiMixedPrecision):
     "Mixed precision in fp16 (scaled loss) or bf16, on the device that is really used"
-    order,__signature__ = FastaiMixedPrecision.order,None  # the signature that fastai's class carries is not that of ours
+    order,__signature__ = FastaiMixedPrecision.order,None  # fastai's class carries its own
     def __init__(self,
         amp_mode:str|AMPMode=AMPMode.FP16, # 'fp16' or 'bf16'
         allow_emulation:bool=False, # Accept a bf16 that the device only emulates
@@ -168,13 +170,14 @@ class MixedPrecision(DuringFit, FastaiMixedPrecision):
         "The steps, by `train_iter`, whose gradients overflowed"
         return self._log.read().skipped
 
-# %% ../../nbs/callback/12_amp.ipynb #bf81f554
+# %% ../../nbs/callback/12_amp.ipynb #d4a46b5a
 @patch
 def _prepare(self:MixedPrecision):
     device = train_device(self.learn)
     check_precision(self.amp_mode.value, device, self.allow_emulation)
     self.emulated = self.amp_mode == AMPMode.BF16 and not native_bf16(device)
-    if self._scaler is None or self._device != device.type: self._scaler,self._device = self._new_scaler(device.type),device.type
+    if self._scaler is None or self._device != device.type:
+        self._scaler,self._device = self._new_scaler(device.type),device.type
     self._way = None
     self._load_scale()
     self.learn.scaler = self._scaler
