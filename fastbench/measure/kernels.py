@@ -91,7 +91,7 @@ class Kernels:
         if self.found is not None or watch.phase != 'train': return
         if m == DRAW:
             self.seen += 1
-            if self.prof is not None: watch.cold.add(watch.phase)  # the step that ends here was slowed by recording
+            if self.prof is not None: watch.call_cold()  # the step that ends here was slowed by recording
         if m == DRAW and self.prof is None and self.seen > self.wait: self._start(watch)
         elif self.prof is not None and (m == DRAW and self.seen > self.wait + self.steps): self._stop(watch)
 

@@ -121,7 +121,7 @@ class TimedLoader:
                     watch.replay()
                     due = now + 1
             watch.replay()
-            watch.last = END  # this was no draw: the loader found its end and joined its workers
+            watch.relabel(END)  # this was no draw: the loader found its end and joined its workers
         finally: watch.mark(END if watch.last == END else CLOSE)
 
     def _told(self, it):
@@ -158,7 +158,7 @@ def first_batch(it, # Iterator over `dl`
     "`next(it)`, the start of workers told apart from the wait for the batch"
     fake = getattr(dl, 'fake_l', None)
     if not isinstance(dl, DataLoader) or not fake.num_workers or multiprocessing.get_start_method(True) not in (None, 'fork'): return next(it)
-    watch.last = ITER
+    watch.relabel(ITER)
     fake._index_sampler = _FirstIndex(watch, iter(fake._index_sampler))
     try: return next(it)
     finally:

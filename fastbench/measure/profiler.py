@@ -158,21 +158,17 @@ def _begin(self:Profiler):
         if not self._validation: return self._nest('before_fit', 'after_fit')
         self._end()  # a validation that an error in before_fit or before_epoch ended without a word
     device = train_device(learn)
-    w.device = _device_clock(device, self._options['hold'] and not self._options['kernels'])
+    clock = _device_clock(device, self._options['hold'] and not self._options['kernels'])
     if self._options['kernels'] and 'kernels' not in w.profile.facts: self._kernels = Kernels(device)
-    w.watchers = tuple(o for o in (w.device, self._trace, self._kernels) if o is not None)
-    w.compiled,self._nested,self._validation = _Compiling(w),None,learn.lock.locked()
-    self._memory,w.looking = PeakMemory(device).start(),self._sample
+    self._compiling = _Compiling(w)
+    w.attach(self._trace, self._kernels, device=clock, graphs=self._compiling)
+    self._nested,self._validation = None,learn.lock.locked()
+    self._memory = PeakMemory(device).start()
     w.open()
-    w.look = w.t + 1
-    w.compiled()
+    w.look_each_second(self._memory.sample)
+    self._compiling()
     self._live = True
     if not self._validation: self._arm()
-
-@patch
-def _sample(self:Profiler):
-    self._memory.sample()
-    self.watch.look = self.watch.t + 1
 
 # %% ../../nbs/measure/10_profiler.ipynb #04c20457
 @patch
@@ -215,7 +211,7 @@ def _end(self:Profiler, interrupted=False):
     self._disarm()
     w = self.watch
     if not w.running: return
-    w.compiled.close()
+    self._compiling.close()
     w.close()
     w.profile.peaks.append(self._memory.stop())
     if interrupted: w.profile.facts['interrupted'] = w.profile.facts.get('interrupted', 0) + 1
