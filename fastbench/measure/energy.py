@@ -15,26 +15,35 @@ from .lifecycle import DuringFit
 from ..errors import UserError
 
 # %% ../../nbs/measure/12_energy.ipynb #4fa69bf4
-_none = ('no energy was measured: {}. A GPU needs its driver (NVML); a processor counts in /sys/class/powercap/intel-rapl*, which a virtual machine seldom has '
-         'and mostly only root (or zeusd) may read')
+# Apple's and NVIDIA's (Jetson); other fields are parts of these
+_of_soc = 'cpu_total', 'gpu', 'gpu_sram', 'dram', 'ane', 'cpu_energy', 'gpu_energy'
+
+def _soc_millijoules(soc):
+    total = getattr(soc, 'total_energy_mj', None)
+    return total or sum(getattr(soc, f'{o}_mj', None) or 0 for o in _of_soc)
 
 def joules(m # What ZeusMonitor's `end_window` gave
     )->dict: # gpu, cpu, dram, soc: joules; only what was counted
     "The energy of a window"
     parts = {k: sum((getattr(m, f'{k}_energy', None) or {}).values()) for k in ('gpu', 'cpu', 'dram')}
     soc = getattr(m, 'soc_energy', None)
-    if soc is not None: parts['soc'] = (getattr(soc, 'total_energy_mj', None) or sum(getattr(soc, f'{o}_mj', None) or 0 for o in _of_soc))/1000
+    if soc is not None: parts['soc'] = _soc_millijoules(soc)/1000
     return {k: v for k,v in parts.items() if v > 0}
 
-_of_soc = 'cpu_total', 'gpu', 'gpu_sram', 'dram', 'ane', 'cpu_energy', 'gpu_energy'  # Apple's and NVIDIA's (Jetson); other fields are parts of these
+# %% ../../nbs/measure/12_energy.ipynb #d9c1fbf6
+_none = ('no energy was measured: {}. A GPU needs its driver (NVML); a processor counts in '
+         '/sys/class/powercap/intel-rapl*, which a virtual machine seldom has and mostly only root (or zeusd) may read')
+_no_zeus = "energy is read by Zeus, which is not there ({}): pip install 'fastbench[energy]'"
 
 def zeus_monitor(device # What trains: of several GPUs only its own is counted
     ): # A ZeusMonitor; `UserError` where there is nothing to read
     "What reads the counters"
     try: from zeus.monitor import ZeusMonitor
-    except ImportError as e: raise UserError(f"energy is read by Zeus, which is not there ({e}): pip install 'fastbench[energy]'") from None
+    except ImportError as e: raise UserError(_no_zeus.format(e)) from None
     try: m = ZeusMonitor(gpu_indices=[device.index or 0] if device.type == 'cuda' else [])
-    except Exception as e: raise UserError(_none.format(f'Zeus says {type(e).__name__}: {" ".join(str(e).split())}')) from None
+    except Exception as e:
+        said = ' '.join(str(e).split())
+        raise UserError(_none.format(f'Zeus says {type(e).__name__}: {said}')) from None
     if not (m.gpu_indices or m.cpu_indices or _soc(m)): raise UserError(_none.format('this machine shows no counter'))
     return m
 
@@ -44,7 +53,9 @@ def _soc(m): return type(getattr(m, 'soc', None)).__name__ not in ('NoneType', '
 class Energy(DuringFit):
     "Joules of each epoch, validation included"
     order = Recorder.order + 2
-    def __init__(self, monitor=None): # Stands in for Zeus: called with the device, gives what has `begin_window` and `end_window`
+    def __init__(self,
+        monitor=None, # In place of Zeus: called with the device, gives what has `begin_window` and `end_window`
+    ):
         self._make,self._monitor,self.history,self.why = monitor or zeus_monitor,None,[],''
 
     def switch_on(self):

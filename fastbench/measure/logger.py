@@ -28,21 +28,28 @@ def _counts(profile):
 
 def _between(old, new):
     "What was added since `old`"
-    return {k: (n - old.get(k, (0, 0.))[0], s - old.get(k, (0, 0.))[1]) for k,(n,s) in new.items() if n > old.get(k, (0, 0.))[0]}
+    before = {k: old.get(k, (0, 0.)) for k in new}
+    return {k: (n - before[k][0], s - before[k][1]) for k,(n,s) in new.items() if n > before[k][0]}
+
+# %% ../../nbs/measure/13_logger.ipynb #8ba014c8
+def _throughput(phase, d):
+    "Samples and tokens a second, and padding, of a phase"
+    secs = d.get((phase, 'step'), (0, 0.))[1]
+    if not secs: return {}
+    sums = {c: d[phase, c][1] for c in ('samples', 'tokens', 'slots') if (phase, c) in d}
+    res = {f'fastbench/{phase}/{c}_per_second': sums[c]/secs for c in ('samples', 'tokens') if sums.get(c)}
+    if not (sums.get('slots') and sums.get('tokens')): return res
+    return res | {f'fastbench/{phase}/padding': 1 - sums['tokens']/sums['slots']}
 
 def scalars(old:dict, # `_counts` before
             new:dict, # and after
-    )->dict: # 'fastbench/train/forward_ms', '.../samples_per_second', '.../padding', 'fastbench/train_s': what was measured in between
+    )->dict: # 'fastbench/train/forward_ms', '.../samples_per_second', '.../padding', 'fastbench/train_s'
     "What the steps between two looks took"
     d,res = _between(old, new),{}
     for (phase,c),(n,s) in d.items():
         if phase == 'fit': res |= {f'fastbench/{c}_s': s} if c in ('train', 'valid') else {}
         elif c == 'step' or c not in HEAD: res[f'fastbench/{phase}/{c}_ms'] = 1e3*s/n
-    for phase in {k for k,_ in d} - {'fit'}:
-        secs,sums = d.get((phase, 'step'), (0, 0.))[1],{c: d[phase, c][1] for c in ('samples', 'tokens', 'slots') if (phase, c) in d}
-        if not secs: continue
-        res |= {f'fastbench/{phase}/{c}_per_second': sums[c]/secs for c in ('samples', 'tokens') if sums.get(c)}
-        if sums.get('slots') and sums.get('tokens'): res[f'fastbench/{phase}/padding'] = 1 - sums['tokens']/sums['slots']
+    for phase in {k for k,_ in d} - {'fit'}: res |= _throughput(phase, d)
     return res
 
 # %% ../../nbs/measure/13_logger.ipynb #0094fb7e
@@ -56,24 +63,30 @@ def _tensorboard(cb):
 def _wandb(cb):
     if type(cb).__name__ != 'WandbCallback': return None
     wandb = sys.modules.get('wandb')
-    return (lambda values, step: wandb.log(values, step=cb._wandb_step)) if wandb and getattr(wandb, 'run', None) else None
+    if not getattr(wandb, 'run', None): return None
+    return lambda values, step: wandb.log(values, step=cb._wandb_step)
 
 _known = ('TensorBoardBaseCallback', 'WandbCallback')
 
 def _is_logger(cb): return any(o.__name__ in _known for o in type(cb).__mro__)
 
+# %% ../../nbs/measure/13_logger.ipynb #3b3759fe
+_unprofiled = 'LogPhases has nothing to log: call learn.profile() before the fit'
+_no_logger = ('LogPhases finds no logger: add TensorBoardCallback (fastai.callback.tensorboard) or WandbCallback '
+              '(fastai.callback.wandb), or pass log=a function')
+
 class LogPhases(Callback):
     "Write what the profiler measured in each epoch to the loggers of the Learner"
     order = Recorder.order + 2
     def __init__(self,
-        log=None, # Called with a dict of scalars and the number of training steps so far; None: the loggers on the Learner
+        log=None, # Called with a dict of scalars and the training steps so far; None: the loggers on the Learner
     ): self.log = log
 
     def before_fit(self):
         if self.learn.lock.locked(): return
-        if not any(isinstance(o, Profiler) for o in self.learn.cbs): raise UserError('LogPhases has nothing to log: call learn.profile() before the fit')
+        if not any(isinstance(o, Profiler) for o in self.learn.cbs): raise UserError(_unprofiled)
         if self.log is None and not any(map(_is_logger, self.learn.cbs)):
-            raise UserError('LogPhases finds no logger: add TensorBoardCallback (fastai.callback.tensorboard) or WandbCallback (fastai.callback.wandb), or pass log=a function')
+            raise UserError(_no_logger)
         self._seen = _counts(self.learn.profiler.profile)
 
     def after_epoch(self):
@@ -84,8 +97,11 @@ class LogPhases(Callback):
         values,self._seen = scalars(self._seen, new) | _memory(self.learn.profiler),new
         for write in [self.log] if self.log else self._writers(): write(values, self.learn.train_iter)
 
-    def _writers(self): return [w for cb in self.learn.cbs if _is_logger(cb) and cb.run for w in (_tensorboard(cb), _wandb(cb)) if w]
+    def _writers(self):
+        on = [cb for cb in self.learn.cbs if _is_logger(cb) and cb.run]
+        return [w for cb in on for w in (_tensorboard(cb), _wandb(cb)) if w]
 
+# %% ../../nbs/measure/13_logger.ipynb #d4cc26de
 def _memory(profiler):
     "Peaks of this fit so far"
     m = profiler._memory

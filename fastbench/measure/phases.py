@@ -16,7 +16,8 @@ from fastcore.basics import patch
 from ..errors import UserError
 
 # %% ../../nbs/measure/00_phases.ipynb #e183e209
-TRAIN = ('draw', 'to_device', 'forward', 'loss', 'backward', 'opt_step', 'zero_grad', 'callbacks', 'unattributed', 'compile', 'start', 'stop')
+TRAIN = ('draw', 'to_device', 'forward', 'loss', 'backward', 'opt_step', 'zero_grad',
+         'callbacks', 'unattributed', 'compile', 'start', 'stop')
 VALID = ('draw', 'to_device', 'predict', 'loss', 'callbacks', 'unattributed', 'compile', 'start', 'stop')
 BETWEEN = ('callbacks', 'unattributed', 'compile')
 LEAVES = dict(train=TRAIN, valid=VALID, between=BETWEEN)
@@ -38,7 +39,7 @@ def _moments(xs):
     return n, m, sum((x-m)**2 for x in xs)
 
 def _merge(a, b):
-    "The moments of two sets together ([Chan et al., 1979](http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf))"
+    "The moments of two sets together"
     (na,ma,sa),(nb,mb,sb) = a,b
     n = na+nb
     return (n, ma + (mb-ma)*nb/n, sa + sb + (mb-ma)**2*na*nb/n) if n else (0, 0., 0.)
@@ -182,11 +183,14 @@ def from_dict(d:dict # What `to_dict` wrote
     "A profile read back"
     res = Profile()
     try:
-        for k in LOGS: getattr(res, k).update({p: _log_from(o) for p,o in (d.get(k, {}) if k in NEW else d[k]).items()})
+        for k in LOGS:
+            logs = d.get(k, {}) if k in NEW else d[k]
+            getattr(res, k).update({p: _log_from(o) for p,o in logs.items()})
         res.outside.update(d['outside'])
         res.peaks,res.facts = d['peaks'],d['facts']
     except (KeyError, TypeError, AttributeError) as e:
-        raise UserError(f'this is no profile: {type(e).__name__} {e}. Was the file written by fastbench, and whole?') from None
+        what = f'{type(e).__name__} {e}'
+        raise UserError(f'this is no profile: {what}. Was the file written by fastbench, and whole?') from None
     return res
 
 # %% ../../nbs/measure/00_phases.ipynb #f6f5ee62
@@ -231,7 +235,8 @@ def _split_step(profile, phase, mean):
 # %% ../../nbs/measure/00_phases.ipynb #65d728ba
 def _row(phase, action, calls, total, mean, std, fit, samples=None, seconds=None, **more):
     "`samples` took `seconds`; None where samples a second say nothing"
-    return dict(phase=phase, action=action, calls=calls, mean=mean, std=std, total=total, share=total/fit if fit else None,
+    share = total/fit if fit else None
+    return dict(phase=phase, action=action, calls=calls, mean=mean, std=std, total=total, share=share,
                 samples_per_second=samples/seconds if samples and seconds else None, **more)
 
 def _phase_rows(profile, phase, fit):
@@ -257,8 +262,9 @@ def rows(profile:Profile # What was measured
     res = []
     for action in FIT:
         s = stats(profile.fit[action], 'seconds')
-        if s['calls']: res.append(_row('fit', action, s['calls'], s['total'], s['mean'], s['std'], fit, n_samples(*seen[action]), s['total'],
-                                       **dict.fromkeys(_device)))
+        if not s['calls']: continue
+        n = n_samples(*seen[action])
+        res.append(_row('fit', action, fit=fit, samples=n, seconds=s['total'], **s, **dict.fromkeys(_device)))
     return res + [r for p in LEAVES for r in _phase_rows(profile, p, fit)]
 
 # %% ../../nbs/measure/00_phases.ipynb #6bbda8e6
@@ -267,6 +273,7 @@ def _si(x):
     i = min(int(log10(x)//3), 5) if x >= 1 else 0
     return f'{x/1000**i:.3g} ' + ('', 'k', 'M', 'G', 'T', 'P')[i]
 
+# %% ../../nbs/measure/00_phases.ipynb #08a62709
 def padding(profile:Profile # What was measured
     )->float|None: # From 0 to 1; None where no batch told how many tokens it holds
     "The share of padding in the training batches"
@@ -275,34 +282,57 @@ def padding(profile:Profile # What was measured
     tokens,slots = stats(train, 'tokens')['total'],stats(train, 'slots')['total']
     return 1 - tokens/slots if slots else None
 
-def _energy(e):
-    if 'epochs' not in e: return e.get('why', 'no energy was measured')
-    each = [sum(o.values()) for o in e['epochs']]
-    return f"energy: {sum(each)/len(each):,.4g} J an epoch ({', '.join(dict.fromkeys(k for o in e['epochs'] for k in o))})"
+# %% ../../nbs/measure/00_phases.ipynb #776fc653
+def _warm_note(profile):
+    warm = sum(stats(log, 'warmup')['calls'] for log in profile.steps.values())
+    steps = f"{warm} warm-up step{'s' if warm > 1 else ''}"
+    return warm and f'{steps} (first batch, compilation): in calls and total, not in mean and std'
 
-def _kernels(k):
+def _token_note(profile):
+    train = profile.steps['train']
+    tokens,step = stats(train, 'tokens')['mean'],stats(train, 'step')['mean']
+    if not (tokens and step): return None
+    share = padding(profile)
+    pads = '' if share is None else f'; {share:.2%} of what was computed is padding'
+    return f'{tokens/step:,.0f} tokens/s without padding{pads}'
+
+def _memory_note(profile):
+    peaks = profile.peaks
+    if not peaks: return None
+    host = max(peaks, key=lambda o: o['host'])
+    text = f"peak memory: host {'' if host['host_exact'] else 'at least '}{host['host']/2**20:,.0f} MiB"
+    return text + (f", device {max(o['device'] for o in peaks)/2**20:,.0f} MiB" if 'device' in host else '')
+
+# %% ../../nbs/measure/00_phases.ipynb #20ef9145
+def _efficiency_note(profile):
+    e = profile.facts.get('efficiency')
+    return e and (f"{_si(e['flops_per_sample'])}FLOPs a sample, {_si(e['flops_per_second'])}FLOP/s: {e['share']:.1%} "
+                  f"of the {_si(e['peak'])}FLOP/s that this machine multiplies at most in {e['precision']}")
+
+def _kernel_note(profile):
+    k = profile.facts.get('kernels')
+    if not k: return None
     first = k['top'][0] if k['top'] else None
     dear = f"; dearest: {first['name'][:60]}, {first['share']:.0%}" if first else ''
     what = 'operators' if k['device'] == 'cpu' else 'launches'
     return f"{k['steps']} steps recorded: {k['device']} busy {k['busy']:.0%}, {k['launches']:,.0f} {what} a step{dear}"
 
+def _energy_note(profile):
+    e = profile.facts.get('energy')
+    if not isinstance(e, dict): return None
+    if 'epochs' not in e: return e.get('why', 'no energy was measured')
+    each = [sum(o.values()) for o in e['epochs']]
+    parts = ', '.join(dict.fromkeys(k for o in e['epochs'] for k in o))
+    return f'energy: {sum(each)/len(each):,.4g} J an epoch ({parts})'
+
+def _cut_note(profile):
+    n = profile.facts.get('interrupted')
+    return n and f'{n} fit(s) ended by an error or an interrupt; what was measured until then is here'
+
+# %% ../../nbs/measure/00_phases.ipynb #4602a347
+_notes = _warm_note, _token_note, _memory_note, _efficiency_note, _kernel_note, _energy_note, _cut_note
+
 def notes(profile:Profile # What was measured
     )->list: # A line each
     "What the table cannot say: warm-up, tokens, memory, efficiency, how fits ended"
-    train,peaks,facts,res = profile.steps['train'],profile.peaks,profile.facts,[]
-    warm = sum(stats(log, 'warmup')['calls'] for log in profile.steps.values())
-    if warm: res.append(f"{warm} warm-up step{'s' if warm > 1 else ''} (first batch, compilation): in calls and total, not in mean and std")
-    tokens,step = stats(train, 'tokens')['mean'],stats(train, 'step')['mean']
-    if tokens and step: res.append(f'{tokens/step:,.0f} tokens/s without padding' + ('' if (p := padding(profile)) is None else f'; {p:.2%} of what was computed is padding'))
-    if peaks:
-        host = max(peaks, key=lambda o: o['host'])
-        text = f"peak memory: host {'' if host['host_exact'] else 'at least '}{host['host']/2**20:,.0f} MiB"
-        if 'device' in host: text += f", device {max(o['device'] for o in peaks)/2**20:,.0f} MiB"
-        res.append(text)
-    if e := facts.get('efficiency'):
-        res.append(f"{_si(e['flops_per_sample'])}FLOPs a sample, {_si(e['flops_per_second'])}FLOP/s: {e['share']:.1%} of the "
-                   f"{_si(e['peak'])}FLOP/s that this machine multiplies at most in {e['precision']}")
-    if k := facts.get('kernels'): res.append(_kernels(k))
-    if isinstance(e := facts.get('energy'), dict): res.append(_energy(e))
-    if n := facts.get('interrupted'): res.append(f'{n} fit(s) ended by an error or an interrupt; what was measured until then is here')
-    return res
+    return [line for line in (f(profile) for f in _notes) if line]
