@@ -19,51 +19,67 @@ from fastcore.foundation import L
 from torch.amp import GradScaler, autocast
 
 from ..measure.clock import train_device
-from ..measure.lifecycle import forget, when_cut
+from ..measure.lifecycle import DuringFit
 from .overflow import StepLog, first_momentum, inner, skips_on_device
 from .cpu.smallmaps import SmallMaps
 from ..errors import UserError
 
 # %% ../../nbs/callback/12_amp.ipynb #3cb28e26
+_cpu_bf16 = ('_is_avx512_bf16_supported', '_is_amx_tile_supported', '_is_arm_sve_supported')  # of torch.cpu
+
 def native_bf16(device:torch.device # Where to train
     )->bool:
     "Does this device multiply bfloat16 itself?"
     if device.type == 'cuda': return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type == 'cpu':
-        has = [getattr(torch.cpu, o, lambda: False) for o in ('_is_avx512_bf16_supported', '_is_amx_tile_supported', '_is_arm_sve_supported')]
-        return any(f() for f in has)
+    if device.type == 'cpu': return any(getattr(torch.cpu, o, lambda: False)() for o in _cpu_bf16)
     return torch.amp.is_autocast_available(device.type)
+
+# %% ../../nbs/callback/12_amp.ipynb #1bb1e96a
+def _why_not(precision, device, allow_emulation):
+    "What speaks against `precision` there; None: nothing"
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind):
+        return f": torch has no autocast for {kind}, the model would train in fp32 without a word; use precision='fp32'"
+    if precision == 'fp16' and kind == 'cpu':
+        return " on a CPU is slower than fp32 (a CPU has no fast float16 arithmetic); use precision='bf16' or 'fp32'"
+    if precision == 'fp16' or allow_emulation or native_bf16(device): return None
+    instead = "'fp32' or 'fp16'" if kind == 'cuda' else "'fp32'"
+    return (f": this {kind} only emulates bfloat16, slower than fp32; use precision={instead}"
+            ', or MixedPrecision(allow_emulation=True) to measure that')
 
 def check_precision(precision:str, # fp32, fp16 or bf16
                     device:torch.device, # Where to train
                     allow_emulation:bool=False, # Accept a bf16 that the device only emulates
     )->None: # Raises `UserError`
     "Refuse a precision that would be inert, emulated, or slower than fp32"
-    if precision not in ('fp32', 'fp16', 'bf16'): raise UserError(f'precision {precision!r} cannot be: it is one of fp32, fp16, bf16')
+    known = 'fp32', 'fp16', 'bf16'
+    if precision not in known: raise UserError(f'precision {precision!r} cannot be: it is one of {", ".join(known)}')
     if precision == 'fp32': return
-    if not torch.amp.is_autocast_available(device.type):
-        raise UserError(f"precision {precision}: torch has no autocast for {device.type}, the model would train in fp32 without a word; use precision='fp32'")
-    if precision == 'fp16' and device.type == 'cpu':
-        raise UserError("precision fp16 on a CPU is slower than fp32 (a CPU has no fast float16 arithmetic); use precision='bf16' or 'fp32'")
-    if precision == 'bf16' and not allow_emulation and not native_bf16(device):
-        raise UserError(f"precision bf16: this {device.type} only emulates bfloat16, slower than fp32; use precision='fp32'"
-                        + (" or 'fp16'" if device.type == 'cuda' else '') + ', or MixedPrecision(allow_emulation=True) to measure that')
+    why = _why_not(precision, device, allow_emulation)
+    if why: raise UserError(f'precision {precision}{why}')
 
 # %% ../../nbs/callback/12_amp.ipynb #aae07cd4
 class _Cast:
     "Stands in for `learn.model` until it is called"
-    def __init__(self, learn, model, device_type, dtype): self._learn,self._model,self._args = learn,model,dict(device_type=device_type, dtype=dtype)
+    def __init__(self, learn, model, device_type, dtype):
+        self._learn,self._model,self._args = learn,model,dict(device_type=device_type, dtype=dtype)
+
     def __call__(self, *args, **kwargs):
         self._learn.model = self._model
         try:
             with autocast(**self._args): return self._model(*args, **kwargs)
         except RuntimeError as e:
             if 'could not create a primitive' not in str(e): raise  # as of an LSTM, where bf16 is emulated
-            name = 'bf16' if self._args['dtype'] == torch.bfloat16 else 'fp16'
-            raise UserError(f"precision {name}: PyTorch cannot compute {type(self._model).__name__} in it on this {self._args['device_type']} ({str(e).split('. ')[0]}); use precision='fp32'") from e
+            raise UserError(_no_primitive(self._model, self._args, e)) from e
+
     def __getattr__(self, k):
         if k.startswith('_'): raise AttributeError(k)
         return getattr(self._model, k)
+
+def _no_primitive(model, args, e):
+    name = 'bf16' if args['dtype'] == torch.bfloat16 else 'fp16'
+    return (f"precision {name}: PyTorch cannot compute {type(model).__name__} in it on this {args['device_type']} "
+            f"({str(e).split('. ')[0]}); use precision='fp32'")
 
 # %% ../../nbs/callback/12_amp.ipynb #e999fee2
 def map_tensors(f, # Called with each tensor
@@ -73,18 +89,21 @@ def map_tensors(f, # Called with each tensor
     "`f` of every tensor of `o`; what else is in it stays as it is"
     if isinstance(o, torch.Tensor): return f(o)
     def part(v): return map_tensors(f, v, inplace)
-    if isinstance(o, Mapping):
-        new = {k: part(v) for k,v in o.items()}
-        if type(o) is dict: return new
-        if inplace:
-            for k,v in new.items():
-                if v is not o[k]: o[k] = v
-            return o
-        try: return type(o)(new)
-        except TypeError: return type(o)(**new)
+    if isinstance(o, Mapping): return _like_mapping(o, {k: part(v) for k,v in o.items()}, inplace)
     if isinstance(o, tuple) and hasattr(o, '_fields'): return type(o)(*map(part, o))
     return type(o)(map(part, o)) if type(o) in (list, tuple, L) else o
 
+def _like_mapping(o, new, inplace):
+    "`new` as a mapping of the type of `o`, or `o` itself with what is new"
+    if type(o) is dict: return new
+    if inplace:
+        for k,v in new.items():
+            if v is not o[k]: o[k] = v
+        return o
+    try: return type(o)(new)
+    except TypeError: return type(o)(**new)
+
+# %% ../../nbs/callback/12_amp.ipynb #9015d27c
 def to_float(o # Predictions, as `map_tensors` takes them
     ): # The same, 16-bit tensors as fp32
     "Predictions in fp32, in the containers they came in"
@@ -98,6 +117,9 @@ class _Grads:
         self.stepped,self.found = False,None
     def step(self, *args, **kwargs): self.stepped,self.found = True,getattr(self, 'found_inf', None)
 
+# %% ../../nbs/callback/12_amp.ipynb #b93c5690
+_twice = 'unscale_() has already been called on this optimizer since the last update().'  # PyTorch's own words
+
 class Scaler(GradScaler):
     "A `GradScaler` that knows that the gradients are unscaled already"
     current,asked = None,False
@@ -106,7 +128,7 @@ class Scaler(GradScaler):
         ):
         "As PyTorch's; where the gradients are unscaled already, the first call has nothing to do"
         if self.current is None or optimizer is self.current: return super().unscale_(optimizer)
-        if self.asked: raise RuntimeError('unscale_() has already been called on this optimizer since the last update().')
+        if self.asked: raise RuntimeError(_twice)
         self.asked = True
 
     def update(self, new_scale=None # Instead of what the steps since the last one ask for
@@ -121,24 +143,19 @@ class Scaler(GradScaler):
         return self._scale
 
 # %% ../../nbs/callback/12_amp.ipynb #e47af1d7
-class MixedPrecision(FastaiMixedPrecision):
+class MixedPrecision(DuringFit, FastaiMixedPrecision):
     "Mixed precision in fp16 (scaled loss) or bf16, on the device that is really used"
-    order,_learn,__signature__ = FastaiMixedPrecision.order,None,None  # the signature that fastai's class carries is not that of ours
+    order,__signature__ = FastaiMixedPrecision.order,None  # fastai's class carries its own
     def __init__(self,
         amp_mode:str|AMPMode=AMPMode.FP16, # 'fp16' or 'bf16'
         allow_emulation:bool=False, # Accept a bf16 that the device only emulates
         **kwargs # `GradScaler`'s: init_scale, growth_factor, backoff_factor, growth_interval
     ):
         super().__init__(amp_mode, **kwargs)
-        self.allow_emulation,self.emulated,self._scaler,self._device,self._cast = allow_emulation,False,None,None,None
-        self._log,self._grads,self._held,self._way,self._told,self._small_maps = StepLog(),None,[],None,None,SmallMaps()
-
-    @property
-    def learn(self): return self._learn
-    @learn.setter
-    def learn(self, v):
-        if v is None: self._small_maps.learn = None
-        self._learn = v
+        self.allow_emulation,self.emulated = allow_emulation,False
+        self._scaler,self._device,self._cast,self._small_maps = None,None,None,SmallMaps()
+        self._log,self._grads,self._held = StepLog(),None,[]
+        self._way,self._told = None,None  # of an optimizer that skips a step on the device
 
     @property
     def dtype(self): return torch.float16 if self.amp_mode == AMPMode.FP16 else torch.bfloat16
@@ -153,55 +170,80 @@ class MixedPrecision(FastaiMixedPrecision):
         "The steps, by `train_iter`, whose gradients overflowed"
         return self._log.read().skipped
 
-    def before_fit(self):
-        device = train_device(self.learn)
-        check_precision(self.amp_mode.value, device, self.allow_emulation)
-        self.emulated = self.amp_mode == AMPMode.BF16 and not native_bf16(device)
-        if self._scaler is None or self._device != device.type:
-            self._scaler,self._device = Scaler(device.type, **dict(self.kwargs, enabled=self.amp_mode == AMPMode.FP16)),device.type
-        self._way = None
-        self._load_scale()
-        self.learn.scaler = self._scaler
-        when_cut(self.learn, self._restore)
-        if device.type == 'cpu' and self.amp_mode == AMPMode.BF16:
-            self._small_maps.learn = self.learn
-            self._small_maps.before_fit()
+# %% ../../nbs/callback/12_amp.ipynb #d4a46b5a
+@patch
+def _prepare(self:MixedPrecision):
+    device = train_device(self.learn)
+    check_precision(self.amp_mode.value, device, self.allow_emulation)
+    self.emulated = self.amp_mode == AMPMode.BF16 and not native_bf16(device)
+    if self._scaler is None or self._device != device.type:
+        self._scaler,self._device = self._new_scaler(device.type),device.type
+    self._way = None
+    self._load_scale()
+    self.learn.scaler = self._scaler
 
-    def before_batch(self): self.learn.model = self._cast = _Cast(self.learn, self.learn.model, self._device, self.dtype)
-    def after_pred(self): self.learn.pred = to_float(self.pred)
-    def after_loss(self): pass  # fastai's leaves autocast here; ours was on for the forward pass alone
+@patch
+def _new_scaler(self:MixedPrecision, device_type):
+    return Scaler(device_type, **dict(self.kwargs, enabled=self.amp_mode == AMPMode.FP16))
 
-    def _restore(self):
-        "A batch that ended before the model was called leaves the stand-in: put the model back"
-        if self._cast is not None and self.learn.model is self._cast: self.learn.model = self._cast._model
-        self._cast = None
-        self._release()
+@patch
+def before_fit(self:MixedPrecision):
+    self._prepare()
+    super(MixedPrecision, self).before_fit()
 
-    def after_cancel_batch(self): self._restore()
-    def after_cancel_train(self): self._restore()
-    def after_cancel_validate(self): self._restore()
-    def after_cancel_epoch(self): self._restore()
-    def after_train(self):
-        self._log.read()
-        self._save_scale()
+@patch
+def after_fit(self:MixedPrecision):
+    self._restore()
+    super(MixedPrecision, self).after_fit()
 
-    def after_fit(self):
-        self._restore()
-        forget(self.learn, self._restore)
-        if self._small_maps.learn is not None: self._small_maps.after_fit()
+# %% ../../nbs/callback/12_amp.ipynb #29201b23
+@patch
+def switch_on(self:MixedPrecision):
+    if self._device != 'cpu' or self.amp_mode != AMPMode.BF16: return
+    self._small_maps.learn = self.learn
+    self._small_maps.before_fit()
+
+@patch
+def switch_off(self:MixedPrecision):
+    self._small_maps.learn = None
+    self._restore()
+
+# %% ../../nbs/callback/12_amp.ipynb #c131207a
+@patch
+def before_batch(self:MixedPrecision):
+    self.learn.model = self._cast = _Cast(self.learn, self.learn.model, self._device, self.dtype)
+@patch
+def after_pred(self:MixedPrecision): self.learn.pred = to_float(self.pred)
+@patch
+def after_loss(self:MixedPrecision): pass
+
+@patch
+def _restore(self:MixedPrecision):
+    "Put the model back, and forget what was under way"
+    if self._cast is not None and self.learn.model is self._cast: self.learn.model = self._cast._model
+    self._cast = None
+    self._release()
+
+@patch
+def after_cancel_batch(self:MixedPrecision): self._restore()
+@patch
+def after_cancel_train(self:MixedPrecision): self._restore()
+@patch
+def after_cancel_validate(self:MixedPrecision): self._restore()
+@patch
+def after_cancel_epoch(self:MixedPrecision): self._restore()
 
 # %% ../../nbs/callback/12_amp.ipynb #b738c433
 @patch
 def before_backward(self:MixedPrecision):
-    if self._grads is not None:  # accumulation: these gradients are unscaled, the next ones will not be
-        grads = [p.grad for p in self.opt.all_params().itemgot(0) if p.grad is not None]
-        self._scale_up(grads)
+    if self._grads is not None:
+        self._scale_up(self._all_grads())
         self._grads = self._scaler.current = None
     self.learn.loss_grad = self._scaler.scale(self.loss_grad)
 
 @patch
 def after_backward(self:MixedPrecision):
-    if not self._scaler.is_enabled() or all(p.grad is None for p in self.opt.all_params().itemgot(0)): return
+    if not self._scaler.is_enabled() or not self._all_grads(): return
     self._grads = _Grads(self.opt, self._on_device())
     self._held.append(self._grads)  # the scaler knows them by their id until its update
     self._scaler.current = None
@@ -209,9 +251,13 @@ def after_backward(self:MixedPrecision):
     self._scaler.current = self._grads
 
 @patch
+def _all_grads(self:MixedPrecision): return [p.grad for p in self.opt.all_params().itemgot(0) if p.grad is not None]
+
+@patch
 def _scale_up(self:MixedPrecision, grads):
     for device in {g.device for g in grads}:
-        torch._foreach_mul_([g for g in grads if g.device == device], self._scaler.value.to(device, non_blocking=True))
+        scale = self._scaler.value.to(device, non_blocking=True)
+        torch._foreach_mul_([g for g in grads if g.device == device], scale)
 
 # %% ../../nbs/callback/12_amp.ipynb #330f27ed
 @patch
@@ -235,6 +281,7 @@ def before_step(self:MixedPrecision):
         raise CancelStepException
     self.scales.append(self._scaler.get_scale())
 
+# %% ../../nbs/callback/12_amp.ipynb #e44130dc
 @patch
 def _release(self:MixedPrecision):
     "The optimizer forgets what it was told for a step"
@@ -263,9 +310,16 @@ def _save_scale(self:MixedPrecision):
 @patch
 def _load_scale(self:MixedPrecision):
     saved = _hypers(self.opt)[0] if self.opt is not None else {}
-    if self._scaler.is_enabled() and 'loss_scale' in saved:
-        self._scaler.load_state_dict({**self._scaler.state_dict(), 'scale': saved['loss_scale'], '_growth_tracker': int(saved['loss_scale_steps'])})
+    if not self._scaler.is_enabled() or 'loss_scale' not in saved: return
+    state = dict(scale=saved['loss_scale'], _growth_tracker=int(saved['loss_scale_steps']))
+    self._scaler.load_state_dict(self._scaler.state_dict() | state)
 
+@patch
+def after_train(self:MixedPrecision):
+    self._log.read()
+    self._save_scale()
+
+# %% ../../nbs/callback/12_amp.ipynb #cc95e000
 @patch
 def plot_scales(self:MixedPrecision, ax=None # matplotlib axes; made if None
     ): # The axes

@@ -10,6 +10,7 @@ from collections import defaultdict
 
 import torch
 from fastai.callback.core import Callback
+from fastcore.basics import patch
 from torch.optim.swa_utils import AveragedModel
 
 from ..measure.lifecycle import forget, when_cut
@@ -45,7 +46,8 @@ class EMACallback(Callback):
         every:int=1, # Steps between updates; the decay of one update is `decay**every`
         keep:bool=True, # Leave the average in the model after the fit (the raw weights otherwise)
     ):
-        if not 0 <= decay < 1: raise UserError(f'decay={decay!r} cannot be: a share from 0 to below 1, near 1 for a long average')
+        if not 0 <= decay < 1:
+            raise UserError(f'decay={decay!r} cannot be: a share from 0 to below 1, near 1 for a long average')
         if every < 1: raise UserError(f'every={every!r} cannot be: a number of steps, 1 or more')
         self.decay,self.every,self.keep = decay,every,keep
         self.average,self._updates,self._on,self._swapped = None,0,False,False
@@ -77,17 +79,21 @@ class EMACallback(Callback):
         if keep:
             for a,b in self._pairs(): a.data.copy_(b.data)
 
-    def _stop(self):
-        self._swap(False)
-        self._on = False
-        forget(self.learn, self._stop)
+# %% ../../nbs/callback/04_ema.ipynb #9cd12c82
+@patch
+def _stop(self:EMACallback):
+    self._swap(False)
+    self._on = False
+    forget(self.learn, self._stop)
 
-    def _pairs(self):
-        def tensors(m): return [*m.parameters(), *m.buffers()]
-        return zip(tensors(self.learn.model), tensors(self.average.module))
+@patch
+def _pairs(self:EMACallback):
+    def tensors(m): return [*m.parameters(), *m.buffers()]
+    return zip(tensors(self.learn.model), tensors(self.average.module))
 
-    def _swap(self, averaged):
-        "The model holds the average, or its own weights"
-        if bool(averaged) == self._swapped: return
-        for a,b in self._pairs(): a.data,b.data = b.data,a.data
-        self._swapped = bool(averaged)
+@patch
+def _swap(self:EMACallback, averaged):
+    "The model holds the average, or its own weights"
+    if bool(averaged) == self._swapped: return
+    for a,b in self._pairs(): a.data,b.data = b.data,a.data
+    self._swapped = bool(averaged)

@@ -15,8 +15,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from .amp import MixedPrecision, Scaler, map_tensors
-from ..measure.clock import train_device
-from ..measure.lifecycle import forget, when_cut
 from ..errors import UserError
 
 # %% ../../nbs/callback/13_half.ipynb #ce6f88b2
@@ -24,38 +22,40 @@ def _to(o, dtype): return map_tensors(lambda t: t.to(dtype) if t.is_floating_poi
 
 def _tensors(model):
     "What is computed in 16 bits: parameters once each, then buffers as (module, name)"
-    keep = [m for m in model.modules() if isinstance(m, _NormBase)]
+    mods = list(model.modules())
+    keep = [m for m in mods if isinstance(m, _NormBase)]
     seen = {id(t) for m in keep for t in (*m._parameters.values(), *m._buffers.values())}
     def new(t):
         ok = t is not None and t.dtype == torch.float32 and t.layout == torch.strided and id(t) not in seen
         seen.add(id(t))
         return ok
-    mods = list(model.modules())
-    return [p for m in mods for p in m._parameters.values() if new(p)], [(m, k) for m in mods for k,b in m._buffers.items() if new(b)]
+    params = [p for m in mods for p in m._parameters.values() if new(p)]
+    return params, [(m, k) for m in mods for k,b in m._buffers.items() if new(b)]
 
 # %% ../../nbs/callback/13_half.ipynb #5f28729c
 class _Half:
     "Swaps 16-bit copies into a model's parameters and buffers, and back"
-    def __init__(self, dtype): self.dtype,self.model,self.params,self.bufs,self.half,self.masters = dtype,None,[],[],[],None
+    def __init__(self, dtype):
+        self.dtype,self.model,self.masters = dtype,None,None
+        self.params,self.bufs,self.half = [],[],[]
+
+    @property
+    def is_open(self): return self.masters is not None
+
+    def _now(self): return [*self.params, *(m._buffers[k] for m,k in self.bufs)]
 
     def plan(self, model):
-        "Which tensors; copies are kept from the last time where they still fit"
+        "Which tensors, and room for their copies"
         self.model = model
         self.params,self.bufs = _tensors(model)
-        ts = [*self.params, *(m._buffers[k] for m,k in self.bufs)]
-        if [(h.shape, h.stride(), h.device) for h in self.half] == [(t.shape, t.stride(), t.device) for t in ts]: return
+        ts = self._now()
+        if list(map(_layout, self.half)) == list(map(_layout, ts)): return
         self.half = [torch.empty_like(t.data, dtype=self.dtype) for t in ts]
-        rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)] if ts and ts[0].is_cuda else []
-        if not rnns: return
-        masters = [t.data for t in ts]
-        for t,h in zip(ts, self.half): t.data = h
-        for m in rnns: m.flatten_parameters()  # cuDNN wants the weights of an RNN in one piece
-        self.half = [t.data for t in ts]
-        for t,m in zip(ts, masters): t.data = m
+        if ts and ts[0].is_cuda: self.half = _flattened(model, ts, self.half)
 
     @torch.no_grad()
     def open(self):
-        self.live = [*self.params, *(m._buffers[k] for m,k in self.bufs)]
+        self.live = self._now()
         masters = [t.data for t in self.live]
         if masters: torch._foreach_copy_(self.half, masters)
         self.sums,self.was = {},[t._version for t in self.live]
@@ -63,41 +63,93 @@ class _Half:
         self.masters = masters
         for t,h in zip(self.live, self.half): t.data = h
 
-    def hold(self):
-        "Before backward: set fp32 gradients of earlier batches aside"
-        self.sums = {p: p.grad for p in self.params if p.grad is not None}
-        for p in self.sums: p.grad = None
+def _layout(t): return t.shape, t.stride(), t.device
 
-    @torch.no_grad()
-    def close(self):
-        masters,self.masters = self.masters,None
-        n = len(self.params)
-        for t,m in zip(self.live, masters): t.data = m
-        for (mod,k),b,h,m,v in zip(self.bufs, self.live[n:], self.half[n:], masters[n:], self.was[n:]):
-            now = mod._buffers[k]
-            if now is b: m.copy_(h) if b._version != v else None
-            elif now is not None and now.dtype == self.dtype: mod._buffers[k] = now.float()
-        self.hook.remove()
-        self._grads()
-        self.live = self.sums = None
+# %% ../../nbs/callback/13_half.ipynb #cbeb5cab
+def _flattened(model, ts, half):
+    "The copies, those of RNNs in one piece"
+    rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+    if not rnns: return half
+    masters = [t.data for t in ts]
+    for t,h in zip(ts, half): t.data = h
+    for m in rnns: m.flatten_parameters()
+    half = [t.data for t in ts]
+    for t,m in zip(ts, masters): t.data = m
+    return half
 
-    def _grads(self):
-        new = [p for p in self.params if p.grad is not None and p.grad.dtype == self.dtype]
-        half = [p.grad for p in new]
-        full = [self.sums.get(p) for p in new]
-        add = [i for i,o in enumerate(full) if o is not None]
-        fresh = [i for i,o in enumerate(full) if o is None]
-        for i in fresh: full[i] = torch.empty_like(half[i], dtype=torch.float32)
-        if fresh: torch._foreach_copy_([full[i] for i in fresh], [half[i] for i in fresh])
-        if add: torch._foreach_add_([full[i] for i in add], [half[i] for i in add])
-        for p,g in (self.sums | dict(zip(new, full))).items(): p.grad = g
+# %% ../../nbs/callback/13_half.ipynb #737bf5a9
+@patch
+@torch.no_grad()
+def close(self:_Half):
+    masters,self.masters = self.masters,None
+    for t,m in zip(self.live, masters): t.data = m
+    self._take_buffers(masters)
+    self.hook.remove()
+    self._take_grads()
+    self.live = self.sums = None
 
-    def _fp32(self, state):
-        known = {h.data_ptr(): m for h,m in zip(self.half, self.masters)}
-        for k,v in state.items():
-            if isinstance(v, torch.Tensor) and v.dtype == self.dtype: state[k] = known.get(v.data_ptr(), v)
+@patch
+def _take_buffers(self:_Half, masters):
+    n = len(self.params)
+    for (mod,k),b,h,m,v in zip(self.bufs, self.live[n:], self.half[n:], masters[n:], self.was[n:]):
+        now = mod._buffers[k]
+        if now is b: m.copy_(h) if b._version != v else None
+        elif now is not None and now.dtype == self.dtype: mod._buffers[k] = now.float()
+
+# %% ../../nbs/callback/13_half.ipynb #e9c069b1
+@patch
+def hold(self:_Half):
+    "Before backward: set fp32 gradients of earlier batches aside"
+    self.sums = {p: p.grad for p in self.params if p.grad is not None}
+    for p in self.sums: p.grad = None
+
+@patch
+def _take_grads(self:_Half):
+    new = [p for p in self.params if p.grad is not None and p.grad.dtype == self.dtype]
+    add,fresh = [p for p in new if p in self.sums],[p for p in new if p not in self.sums]
+    full = self.sums | {p: torch.empty_like(p.grad, dtype=torch.float32) for p in fresh}
+    if fresh: torch._foreach_copy_([full[p] for p in fresh], [p.grad for p in fresh])
+    if add: torch._foreach_add_([full[p] for p in add], [p.grad for p in add])
+    for p,g in full.items(): p.grad = g
+
+# %% ../../nbs/callback/13_half.ipynb #ff466762
+@patch
+def _fp32(self:_Half, state):
+    known = {h.data_ptr(): m for h,m in zip(self.half, self.masters)}
+    for k,v in state.items():
+        if isinstance(v, torch.Tensor) and v.dtype == self.dtype: state[k] = known.get(v.data_ptr(), v)
+
+# %% ../../nbs/callback/13_half.ipynb #3576f824
+_mixed = ('must have the same dtype', 'should be the same', 'expected scalar type',
+          'does not match weight dtype', 'mixed dtype')
+
+_mixes = ('half precision: the model mixes fp32 into its 16-bit activations ({}), from a tensor that is '
+          'neither parameter nor buffer, or for a layer that wants fp32; to_bf16() and to_fp16() cast each operation')
+
+def _compute(model, dtype, args, kwargs):
+    "`model` of its arguments in 16 bits; the window is open"
+    try: return model(*_to(args, dtype), **_to(kwargs, dtype))
+    except (RuntimeError, ValueError) as e:
+        if not any(o in str(e) for o in _mixed): raise
+        raise UserError(_mixes.format(str(e).splitlines()[0])) from e
 
 # %% ../../nbs/callback/13_half.ipynb #1cd72e15
+_dtypes = {'bf16': 'bf16', 'fp16': 'fp16', torch.bfloat16: 'bf16', torch.float16: 'fp16'}
+
+def _is_number(o): return isinstance(o, (int, float)) and not isinstance(o, bool)
+
+def _check(dtype, loss_scale, clip):
+    if dtype not in _dtypes: raise UserError(f'dtype {dtype!r} cannot be: half precision is bf16 or fp16')
+    if loss_scale not in (None, 'dynamic') and not (_is_number(loss_scale) and 0 < loss_scale < float('inf')):
+        raise UserError(f"loss_scale={loss_scale!r} cannot be: it is 'dynamic', a number above 0, or None")
+    if clip is not None and not clip > 0:
+        raise UserError(f'clip={clip!r} cannot be: the largest norm of the gradients is a number above 0, or None')
+
+# %% ../../nbs/callback/13_half.ipynb #5f4a6601
+class _Static(Scaler):
+    "A scale that stays; a step that overflows is skipped all the same"
+    def update(self, new_scale=None): super().update(self._init_scale if self.is_enabled() else None)
+
 class _Call:
     "Stands in for `learn.model` until its predictions are there"
     def __init__(self, cb, model): self._cb,self._model = cb,model
@@ -106,132 +158,97 @@ class _Call:
         if k.startswith('_'): raise AttributeError(k)
         return getattr(self._model, k)
 
-class _Static(Scaler):
-    "A scale that stays; a step that overflows is skipped all the same"
-    def update(self, new_scale=None): super().update(self._init_scale if self.is_enabled() else None)
+# %% ../../nbs/callback/13_half.ipynb #aa81ee13
+_no_ddp = 'half precision does not go with DistributedDataParallel, whose buckets are fp32; use to_bf16() or to_fp16()'
+_not_now = 'half precision cannot be taken off between forward and backward of a batch; do it in after_batch'
 
-_dtypes = {'bf16': 'bf16', 'fp16': 'fp16', torch.bfloat16: 'bf16', torch.float16: 'fp16'}
+# %% ../../nbs/callback/13_half.ipynb #7d9a94c6
+class _InWindow(MixedPrecision):
+    "A `MixedPrecision` whose model is called with 16-bit weights"
+    _half,_planned = None,None
 
-class HalfPrecision(MixedPrecision):
-    "Compute each batch with weights, activations and gradients in bf16 or fp16; batch norm, optimizer and loss in fp32"
-    order,name,_cast = MixedPrecision.order,'mixed_precision',None
-    def __init__(self,
-        dtype:str='bf16', # 'bf16' or 'fp16'
-        loss_scale:str|float|None=None, # 'dynamic', or a fixed number; None: dynamic in fp16, none in bf16, which has the range of fp32
-        clip:float|None=None, # Largest norm of all gradients together, after unscaling
-        allow_emulation:bool=False, # Accept a bf16 that the device only emulates
-        **kwargs # `GradScaler`'s: init_scale, growth_factor, backoff_factor, growth_interval
-    ):
-        if dtype not in _dtypes: raise UserError(f'dtype {dtype!r} cannot be: half precision is bf16 or fp16')
-        static = isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool)
-        if not (loss_scale in (None, 'dynamic') or static and 0 < loss_scale < float('inf')):
-            raise UserError(f"loss_scale={loss_scale!r} cannot be: it is 'dynamic', a number above 0, or None")
-        if clip is not None and not clip > 0: raise UserError(f'clip={clip!r} cannot be: the largest norm of the gradients is a number above 0, or None')
-        super().__init__(_dtypes[dtype], allow_emulation, **kwargs)
-        if static: self.kwargs['init_scale'] = float(loss_scale)
-        self.loss_scale,self.static,self.clip,self._half,self._planned = loss_scale,static,clip,None,None
+    def _is_open(self): return self._half is not None and self._half.is_open
+
+    def _open(self, model):
+        if isinstance(model, DistributedDataParallel): raise UserError(_no_ddp)
+        if self._half is None: self._half,self._planned = _Half(self.dtype),None
+        if self._planned is not model: self._half.plan(model)
+        self._planned = model
+        self._half.open()
+
+    def _close(self):
+        if self._is_open(): self._half.close()
+
+    def _forward(self, model, args, kwargs):
+        inside,ok = self._is_open(),False
+        if not inside: self._open(model)
+        try:
+            pred = _compute(model, self.dtype, args, kwargs)
+            ok = True
+            return pred
+        finally:
+            if not ok or not inside and not torch.is_grad_enabled(): self._close()
+
+    def _drop(self):
+        "The copies go"
+        self._restore()
+        self._half = self._planned = None
 
     @property
     def learn(self): return self._learn
     @learn.setter
     def learn(self, v):
         if v is None and self._learn is not None:  # taken off, perhaps in mid-fit
-            if self._is_open(): raise UserError('half precision cannot be taken off between forward and backward of a batch; do it in after_batch')
+            if self._is_open(): raise UserError(_not_now)
             self._drop()
         MixedPrecision.learn.fset(self, v)
 
-    def before_fit(self):
-        device = train_device(self.learn).type
-        if self._scaler is None or self._device != device:
-            on = self.loss_scale is not None or self.dtype == torch.float16
-            self._scaler,self._device = (_Static if self.static else Scaler)(device, **self.kwargs, enabled=on),device
-        super().before_fit()
-        when_cut(self.learn, self._drop)
+# %% ../../nbs/callback/13_half.ipynb #c9fe533d
+class HalfPrecision(_InWindow):
+    "Compute each batch with weights, activations and gradients in bf16 or fp16; batch norm, optimizer and loss in fp32"
+    order,name = MixedPrecision.order,'mixed_precision'
+    def __init__(self,
+        dtype:str='bf16', # 'bf16' or 'fp16'
+        loss_scale:str|float|None=None, # 'dynamic', or a fixed number; None: dynamic in fp16, none in bf16
+        clip:float|None=None, # Largest norm of all gradients together, after unscaling
+        allow_emulation:bool=False, # Accept a bf16 that the device only emulates
+        **kwargs # `GradScaler`'s: init_scale, growth_factor, backoff_factor, growth_interval
+    ):
+        _check(dtype, loss_scale, clip)
+        super().__init__(_dtypes[dtype], allow_emulation, **kwargs)
+        self.loss_scale,self.clip,self.static = loss_scale,clip,_is_number(loss_scale)
+        if self.static: self.kwargs['init_scale'] = float(loss_scale)
 
     def before_train(self): self._planned = None
     def before_validate(self): self._planned = None
     def before_batch(self):
         if not isinstance(self.learn.model, _Call): self.learn.model = self._cast = _Call(self, self.learn.model)
-
     def after_pred(self):
-        super()._restore()
+        super()._restore()  # the model's call is over, the window is not
         super().after_pred()
+    def before_backward(self):
+        super().before_backward()
+        if self._is_open(): self._half.hold()
+    def after_backward(self):
+        self._close()
+        super().after_backward()
+    def before_step(self):
+        super().before_step()
+        if self.clip is not None: nn.utils.clip_grad_norm_(self.learn.model.parameters(), self.clip)
+    def after_batch(self):
+        if self.training: self._close()
+    def after_fit(self):
+        super().after_fit()
+        self._drop()
+    def _restore(self):
+        super()._restore()
+        self._close()
 
-# %% ../../nbs/callback/13_half.ipynb #fd3b0825
-_mixed = ('must have the same dtype', 'should be the same', 'expected scalar type', 'does not match weight dtype', 'mixed dtype')
-
+# %% ../../nbs/callback/13_half.ipynb #3a1a1b10
 @patch
-def _forward(self:HalfPrecision, model, args, kwargs):
-    inside = self._is_open()
-    if not inside: self._open(model)
-    ok = False
-    try:
-        pred = model(*_to(args, self.dtype), **_to(kwargs, self.dtype))
-        ok = True
-        return pred
-    except (RuntimeError, ValueError) as e:
-        if not any(o in str(e) for o in _mixed): raise
-        raise UserError(f'half precision: the model mixes fp32 into its 16-bit activations ({str(e).splitlines()[0]}), from a tensor that is neither '
-                        'parameter nor buffer, or for a layer that wants fp32; to_bf16() and to_fp16() cast each operation') from e
-    finally:
-        if not ok or not inside and not torch.is_grad_enabled(): self._close()
-
-@patch
-def _open(self:HalfPrecision, model):
-    if isinstance(model, DistributedDataParallel):
-        raise UserError('half precision does not go with DistributedDataParallel, whose buckets are fp32; use to_bf16() or to_fp16()')
-    if self._half is None: self._half,self._planned = _Half(self.dtype),None
-    if self._planned is not model: self._half.plan(model)
-    self._planned = model
-    self._half.open()
-
-@patch
-def _is_open(self:HalfPrecision): return self._half is not None and self._half.masters is not None
-
-@patch
-def _close(self:HalfPrecision):
-    if self._is_open(): self._half.close()
-
-# %% ../../nbs/callback/13_half.ipynb #76ab7c6d
-@patch
-def before_backward(self:HalfPrecision):
-    super(HalfPrecision, self).before_backward()
-    if self._is_open(): self._half.hold()
-
-@patch
-def after_backward(self:HalfPrecision):
-    self._close()
-    super(HalfPrecision, self).after_backward()
-
-@patch
-def before_step(self:HalfPrecision):
-    super(HalfPrecision, self).before_step()
-    if self.clip is not None: nn.utils.clip_grad_norm_(self.learn.model.parameters(), self.clip)
-
-@patch
-def after_batch(self:HalfPrecision):
-    if self.training: self._close()  # a batch without labels has no backward
-
-@patch
-def _load_scale(self:HalfPrecision):
-    if not self.static: super(HalfPrecision, self)._load_scale()
-
-@patch
-def _restore(self:HalfPrecision):
-    super(HalfPrecision, self)._restore()
-    self._close()
-
-@patch
-def _drop(self:HalfPrecision):
-    "The fit has ended: the copies go"
-    self._restore()
-    self._half = self._planned = None
-    for f in (self._restore, self._drop): forget(self.learn, f)
-
-@patch
-def after_fit(self:HalfPrecision):
-    super(HalfPrecision, self).after_fit()
-    self._drop()
+def _new_scaler(self:HalfPrecision, device_type):
+    on = self.loss_scale is not None or self.dtype == torch.float16
+    return (_Static if self.static else Scaler)(device_type, **self.kwargs, enabled=on)
 
 @patch
 @contextmanager
@@ -241,3 +258,12 @@ def computing(self:HalfPrecision, model # The Learner's
     self._open(model)
     try: yield model
     finally: self._close()
+
+@patch
+def _load_scale(self:HalfPrecision):
+    if not self.static: super(HalfPrecision, self)._load_scale()
+
+@patch
+def switch_off(self:HalfPrecision):
+    super(HalfPrecision, self).switch_off()
+    self._drop()

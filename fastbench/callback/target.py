@@ -27,17 +27,21 @@ class TimeToAccuracy(DuringFit):
         comp=None, # np.less where less is better, np.greater; None: by the name
         tell=print, # Gets one line after the fit
     ):
-        if not isinstance(target, (int, float)) or not isfinite(target): raise UserError(f'target={target!r} cannot be: the value of {metric} to reach is a number')
+        if not isinstance(target, (int, float)) or not isfinite(target):
+            raise UserError(f'target={target!r} cannot be: the value of {metric} to reach is a number')
         if comp is None: comp = np.less if 'loss' in metric or 'error' in metric else np.greater
         self.target,self.metric,self.comp,self.tell = target,metric,comp,tell
         self._clear()
 
-    def _clear(self): self._begin,self.reached,self.seconds,self.total_seconds,self.epochs,self.best,self.history = None,None,None,None,None,None,[]
+    def _clear(self):
+        self._begin,self.best,self.history = None,None,[]
+        self.reached = self.seconds = self.total_seconds = self.epochs = None
 
     def switch_on(self):
         if self._since: return  # a validation on its own
         names = [*dict.fromkeys([*(m.name for m in self.learn.metrics), 'valid_loss'])]
-        if self.metric not in names: raise UserError(unknown('metric', self.metric, names) + '; pass metrics= to the Learner')
+        if self.metric not in names:
+            raise UserError(unknown('metric', self.metric, names) + '; pass metrics= to the Learner')
         self._clear()
         self._validating,self._trained,self._begin = 0.,False,perf_counter()
 
@@ -57,6 +61,7 @@ def epoch_values(learn # At the end of an epoch
     res = {k: float(v) for k,v in zip(names[left_out:], rec.log[1:]) if v is not None and not isinstance(v, str)}
     return {'train_loss': float(rec.losses[-1]), **res} if cut and rec.losses else res
 
+# %% ../../nbs/callback/05_target.ipynb #a6786846
 @patch
 def _value(self:TimeToAccuracy):
     if getattr(self.learn.recorder, 'cancel_valid', False): return nan
@@ -64,7 +69,7 @@ def _value(self:TimeToAccuracy):
 
 @patch
 def after_epoch(self:TimeToAccuracy):
-    if self._begin is None or not self._trained or self.learn.lock.locked(): return  # outside of a fit; an epoch skipped over; a validation inside
+    if self._begin is None or not self._trained or self.learn.lock.locked(): return
     total = perf_counter() - self._begin
     v = self._value()
     self._trained = False
@@ -75,6 +80,7 @@ def after_epoch(self:TimeToAccuracy):
         self.reached,self.seconds,self.total_seconds,self.epochs = v,total - self._validating,total,len(self.history)
         raise CancelFitException(f'{self.metric} has reached {self.target}')
 
+# %% ../../nbs/callback/05_target.ipynb #5be9996a
 @patch
 def switch_off(self:TimeToAccuracy):
     "Stop the clock"
@@ -86,6 +92,7 @@ def switch_off(self:TimeToAccuracy):
 def __str__(self:TimeToAccuracy):
     n = len(self.history)
     if self.reached is not None:
-        return f'{self.metric} {self.reached:.4g} reached {self.target:g} after {self.epochs} epochs, {self.seconds:.2f} s of training ({self.total_seconds:.2f} s with validation)'
+        took = f'{self.seconds:.2f} s of training ({self.total_seconds:.2f} s with validation)'
+        return f'{self.metric} {self.reached:.4g} reached {self.target:g} after {self.epochs} epochs, {took}'
     best = 'no value at all' if self.best is None else f'{self.best:.4g} at best'
     return f"{self.metric} never reached {self.target:g} in {n} epoch{'' if n == 1 else 's'}: {best}"

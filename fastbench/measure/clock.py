@@ -13,7 +13,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 
 from .stopwatch import CLOSE, DRAW, END
-from .phases import HEAD
+from .phases import Col
 
 # %% ../../nbs/measure/07_clock.ipynb #746e6734
 def indexed(d:torch.device # As it was asked for
@@ -34,7 +34,8 @@ def train_precision(learn # A Learner
     )->str: # fp32, fp16 or bf16
     "The precision in effect"
     amp = next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision)), None)
-    if amp is not None and (type(amp) is not MixedPrecision or train_device(learn).type == 'cuda'): return getattr(amp.amp_mode, 'value', amp.amp_mode)
+    works = amp is not None and (type(amp) is not MixedPrecision or train_device(learn).type == 'cuda')
+    if works: return getattr(amp.amp_mode, 'value', amp.amp_mode)
     dtype = next((o.dtype for o in getattr(learn.model, 'parameters', list)()), None)
     return {torch.float16: 'fp16', torch.bfloat16: 'bf16'}.get(dtype, 'fp32')
 
@@ -119,18 +120,20 @@ class Holds:
         self.plain[phase] = 0
         return [(c, (1.25*took + LAUNCH)*(c in want)) for c,took,*_ in seen]
 
-    def learn(self, phase, # 'train' or 'valid'
-              intervals, # Of a step with pauses
-              edges, # Its events
-        ): # Seconds of computing by column
-        "A step with pauses was read"
-        took,bad = Counter(),set()
-        for before,(c,_,x,_,began),edge in zip(intervals, intervals[1:], edges[2:]):
-            if before[0] is not None: continue  # no pause before it
-            took[c] += x
-            if began < edge[1]: bad.add(c)  # the device went on before all of it was launched
-        for c in took: (self.failed if c in bad else self.got)[phase,c] += 1
-        return {c: x for c,x in took.items() if c not in bad}
+# %% ../../nbs/measure/07_clock.ipynb #9d29751f
+@patch
+def learn(self:Holds, phase, # 'train' or 'valid'
+          intervals, # Of a step with pauses
+          edges, # Its events
+    ): # Seconds of computing by column
+    "A step with pauses was read"
+    took,bad = Counter(),set()
+    for before,(c,_,x,_,began),edge in zip(intervals, intervals[1:], edges[2:]):
+        if before[0] is not None: continue  # no pause before it
+        took[c] += x
+        if began < edge[1]: bad.add(c)  # the device went on before all of it was launched
+    for c in took: (self.failed if c in bad else self.got)[phase,c] += 1
+    return {c: x for c,x in took.items() if c not in bad}
 
 # %% ../../nbs/measure/07_clock.ipynb #efe97b6e
 class DeviceClock:
@@ -145,7 +148,7 @@ class DeviceClock:
     def __call__(self, watch, last, m):
         "A watcher of a `Stopwatch`: drop an event where another action begins"
         column = watch.column
-        if m != DRAW and (not watch.in_step or column[m] == column[last]): return
+        if m != DRAW and (not watch.step.open or column[m] == column[last]): return
         if m == DRAW and self.queue.side is not None: self.next_anchor = self._record(self.queue.beside, watch.clock)
         e,at = self.pool.pop() if self.pool else self.queue.event(),watch.clock()
         self.queue.record(e)
@@ -197,7 +200,7 @@ def drain(self:DeviceClock, wait:bool=False # Wait for the device: only after a 
         profile,phase,row,edges,anchor = self.waiting[0]
         if edges and wait: edges[-1][0].synchronize()
         if edges and not (edges[-1][0].query() and (anchor is None or anchor[0].query())): break
-        row[2] = float(row[2])  # a count that was on its way has arrived
+        row[Col.tokens] = float(row[Col.tokens])  # a count that was on its way has arrived
         self.waiting.pop(0)
         profile.steps[phase].add(row)
         if len(edges) < 2: continue
@@ -209,13 +212,20 @@ def finish(self:DeviceClock):
     "After a fit: read all that is left; of a device that has failed the host's rows alone"
     try: self.drain(wait=True)
     except RuntimeError:
-        for profile,phase,row,*_ in self.waiting: profile.steps[phase].add([*row[:2], 0., *row[3:]])
+        for profile,phase,row,*_ in self.waiting:
+            row[Col.tokens] = 0.  # still on the device
+            profile.steps[phase].add(row)
         self.waiting = []
 
 # %% ../../nbs/measure/07_clock.ipynb #07fd883d
+def _headed(row, of):
+    "`row` with what is known of the step from the host's"
+    for c in (Col.warmup, *Col.size): row[c] = of[c]
+    return row
+
 def _row(head, seconds):
     "A row of a log: the counts of the host's row, seconds by column"
-    res = [*head[:3], 0., head[4]] + [0.]*(len(head)-len(HEAD))
+    res = _headed([0.]*len(head), head)
     for c,x in seconds.items(): res[c] = max(x, 1e-9)  # it did happen
     return res
 
@@ -228,11 +238,11 @@ def _read(self:DeviceClock, profile, phase, row, edges, anchor):
     for c,_,x,w,_ in found:
         took[c] += x if x > 1e-9 else 1e-9  # it did happen
         waited[c] += w
-    took[3],took[-2] = sum(took) - took[-2],0.  # starting workers is no part of a step
-    for o in (took, waited): o[:3],o[4] = row[:3],row[4]
+    took[Col.step],took[Col.start] = sum(took) - took[Col.start],0.  # starting workers is no part of a step
+    for o in (took, waited): _headed(o, row)
     profile.device[phase].add(took)
     if anchor is not None: profile.waited[phase].add(waited)
-    if self.holds is not None and not row[0]: self.holds.saw(phase, found)
+    if self.holds is not None and not row[Col.warmup]: self.holds.saw(phase, found)
 
 @patch
 def _read_held(self:DeviceClock, profile, phase, row, edges, found):

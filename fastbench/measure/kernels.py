@@ -91,7 +91,7 @@ class Kernels:
         if self.found is not None or watch.phase != 'train': return
         if m == DRAW:
             self.seen += 1
-            if self.prof is not None: watch.cold.add(watch.phase)  # the step that ends here was slowed by recording
+            if self.prof is not None: watch.call_cold()  # the step that ends here was slowed by recording
         if m == DRAW and self.prof is None and self.seen > self.wait: self._start(watch)
         elif self.prof is not None and (m == DRAW and self.seen > self.wait + self.steps): self._stop(watch)
 
@@ -99,29 +99,33 @@ class Kernels:
         kind = self.device.type
         if kind != 'cpu': getattr(torch, kind).synchronize(*[self.device]*(kind != 'mps'))
 
-    def _start(self, watch):
-        kind,kinds = self.device.type,[ProfilerActivity.CPU]
-        if kind in ('cuda', 'xpu'): kinds.append(getattr(ProfilerActivity, kind.upper()))
-        if torch.autograd._profiler_enabled():  # to start another would end it
-            self.found = {}
-            return warnings.warn('no kernels were recorded: torch.profiler is at work already, '
-                                 'and records one thing at a time; the phase table is not affected')
-        self.prof = profile(activities=kinds)
-        self._sync()
-        self.prof.start()
-        watch.skip()
-        self.began = watch.t
+# %% ../../nbs/measure/08_kernels.ipynb #c91378da
+@patch
+def _start(self:Kernels, watch):
+    kind,kinds = self.device.type,[ProfilerActivity.CPU]
+    if kind in ('cuda', 'xpu'): kinds.append(getattr(ProfilerActivity, kind.upper()))
+    if torch.autograd._profiler_enabled():  # to start another would end it
+        self.found = {}
+        return warnings.warn('no kernels were recorded: torch.profiler is at work already, '
+                             'and records one thing at a time; the phase table is not affected')
+    self.prof = profile(activities=kinds)
+    self._sync()
+    self.prof.start()
+    watch.skip()
+    self.began = watch.t
 
-    def _stop(self, watch):
-        self._sync()
-        took = watch.clock() - self.began
-        self.close()
-        self.found = summary(self.events, 'cpu' if self.device.type == 'mps' else self.device.type, self.steps, took)
-        del self.events
-        watch.skip()
+@patch
+def _stop(self:Kernels, watch):
+    self._sync()
+    took = watch.clock() - self.began
+    self.close()
+    self.found = summary(self.events, 'cpu' if self.device.type == 'mps' else self.device.type, self.steps, took)
+    del self.events
+    watch.skip()
 
-    def close(self):
-        "Stop recording, also where the fit ended before its time"
-        if self.prof is None: return
-        self.prof.stop()
-        self.events,self.prof = self.prof.events(),None
+@patch
+def close(self:Kernels):
+    "Stop recording, also where the fit ended before its time"
+    if self.prof is None: return
+    self.prof.stop()
+    self.events,self.prof = self.prof.events(),None

@@ -14,6 +14,7 @@ from itertools import chain
 
 from fastai.data.load import DataLoader, _loaders
 from fastai.torch_core import to_device
+from fastcore.basics import patch
 from torch import Tensor
 from .stopwatch import CLOSE, COPY, DRAW, DRAWN, END, ITER, STARTED, Stopwatch
 
@@ -23,7 +24,7 @@ _clocked = ('cuda', 'xpu', 'mps')  # a number on its way from there is read afte
 def _later(n): return n.to('cpu', non_blocking=True) if n.device.type in _clocked else int(n)
 
 def batch_size(b # A batch: tensors in tuples, lists and dicts
-    )->tuple: # samples, tokens, tokens with padding (0 where the batch does not say; a tensor still on its way where it is on a device)
+    )->tuple: # samples, tokens, tokens with padding; 0 where it does not say, a tensor where it is still on its way
     "How many samples and tokens `b` holds"
     while type(b) is not Tensor:
         if isinstance(b, (tuple, list)): b = b[0] if b else None
@@ -69,6 +70,7 @@ def fastai_batches(dl, # A fastai `DataLoader`
     dl.after_iter()
     if hasattr(dl, 'it'): del dl.it
 
+# %% ../../nbs/measure/06_loader.ipynb #a74cf15a
 def is_plain(dl # A loader
     )->bool:
     "Does it iterate as fastai's `DataLoader` does, and in no other way?"
@@ -101,44 +103,54 @@ class TimedLoader:
         self.began()
         return self._batches()
 
-    def _batches(self):
-        watch,due = self.watch,0.
-        mark,time,clock,count = watch.tape()
-        try:
-            watch.mark(ITER)
-            it = self.draw(self.dl)
-            if watch.watchers: it = self._told(it)
-            watch.mark(DRAW)
-            for b in chain(self._first(it), it):
-                mark(DRAWN)
-                time(clock())
-                try: count(b[0].shape[0] if type(b) is tuple and type(b[0]) is Tensor else batch_size(b))  # in a hot loop the call itself shows
-                except IndexError: count(batch_size(b))
-                yield b
-                mark(DRAW)
-                time(now := clock())
-                if now > due:
-                    watch.replay()
-                    due = now + 1
-            watch.replay()
-            watch.last = END  # this was no draw: the loader found its end and joined its workers
-        finally: watch.mark(END if watch.last == END else CLOSE)
-
-    def _told(self, it):
-        "Copies inside of `next` are marked"
-        copy = (lambda: self.watch.interrupt(COPY)),self.watch.resume
-        while True:
-            token = on_copy.set(copy)
-            try: b = next(it)
-            except StopIteration: return
-            finally: on_copy.reset(token)
+# %% ../../nbs/measure/06_loader.ipynb #945ed5a8
+@patch
+def _batches(self:TimedLoader):
+    watch,due = self.watch,0.
+    mark,time,clock,count = watch.tape()
+    try:
+        it = self._begin()
+        for b in chain(self._first(it), it):
+            mark(DRAWN)
+            time(clock())
+            try: count(b[0].shape[0] if type(b) is tuple and type(b[0]) is Tensor else batch_size(b))
+            except IndexError: count(batch_size(b))
             yield b
+            mark(DRAW)
+            time(now := clock())
+            if now > due:
+                watch.replay()
+                due = now + 1
+        watch.replay()
+        watch.relabel(END)
+    finally: watch.mark(END if watch.last == END else CLOSE)
 
-    def _first(self, it):
-        try: b = first_batch(it, self.dl, self.watch)
-        except StopIteration: return ()
-        if self.first is not None: self.first(b)
-        return b,
+@patch
+def _begin(self:TimedLoader):
+    self.watch.mark(ITER)
+    it = self.draw(self.dl)
+    if self.watch.watchers: it = self._told(it)
+    self.watch.mark(DRAW)
+    return it
+
+# %% ../../nbs/measure/06_loader.ipynb #fbc01195
+@patch
+def _told(self:TimedLoader, it):
+    "Copies inside of `next` are marked"
+    copy = (lambda: self.watch.interrupt(COPY)),self.watch.resume
+    while True:
+        token = on_copy.set(copy)
+        try: b = next(it)
+        except StopIteration: return
+        finally: on_copy.reset(token)
+        yield b
+
+@patch
+def _first(self:TimedLoader, it):
+    try: b = first_batch(it, self.dl, self.watch)
+    except StopIteration: return ()
+    if self.first is not None: self.first(b)
+    return b,
 
 # %% ../../nbs/measure/06_loader.ipynb #eeadf448
 class _FirstIndex:
@@ -151,14 +163,20 @@ class _FirstIndex:
             self.watch.mark(STARTED)
         return next(self.indices)
 
+# %% ../../nbs/measure/06_loader.ipynb #655c8b1c
+def _can_tell(dl):
+    "Are workers of `dl` forked, in fastai's way?"
+    forked = multiprocessing.get_start_method(True) in (None, 'fork')
+    return isinstance(dl, DataLoader) and bool(dl.fake_l.num_workers) and forked
+
 def first_batch(it, # Iterator over `dl`
                 dl, # The loader
                 watch:Stopwatch, # Gets the mark `STARTED` where it can be told apart
     ): # The first batch
     "`next(it)`, the start of workers told apart from the wait for the batch"
-    fake = getattr(dl, 'fake_l', None)
-    if not isinstance(dl, DataLoader) or not fake.num_workers or multiprocessing.get_start_method(True) not in (None, 'fork'): return next(it)
-    watch.last = ITER
+    if not _can_tell(dl): return next(it)
+    fake = dl.fake_l
+    watch.relabel(ITER)
     fake._index_sampler = _FirstIndex(watch, iter(fake._index_sampler))
     try: return next(it)
     finally:

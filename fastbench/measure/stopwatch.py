@@ -7,6 +7,7 @@ __all__ = ['EVENTS', 'FIRST', 'LAST', 'ITER', 'DRAW', 'STARTED', 'DRAWN', 'END',
            'COPY', 'N_MARKS', 'AFTER', 'COLUMN', 'Stopwatch', 'ManualClock']
 
 # %% ../../nbs/measure/05_stopwatch.ipynb #efd9512c
+from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from time import perf_counter
@@ -14,7 +15,7 @@ from time import perf_counter
 import numpy as np
 from fastai.callback.core import event
 from fastcore.basics import noop, patch
-from .phases import HEAD, LEAVES, Profile
+from .phases import Col, HEAD, LEAVES, Profile
 
 # %% ../../nbs/measure/05_stopwatch.ipynb #91223fcc
 EVENTS = [o for o in vars(event) if o.startswith(('before_', 'after_'))]
@@ -24,18 +25,51 @@ ITER,DRAW,STARTED,DRAWN,END,CLOSE,UNSCALE,UNSCALED,COMPILE,COPY = range(2*len(EV
 N_MARKS = COPY+1
 
 # %% ../../nbs/measure/05_stopwatch.ipynb #700bc51a
-AFTER = {LAST['before_batch']: 'forward', LAST['after_pred']: 'loss', LAST['before_backward']: 'backward', LAST['before_step']: 'opt_step',
-         LAST['after_step']: 'zero_grad', LAST['before_train']: 'start', LAST['before_validate']: 'start', ITER: 'start', DRAW: 'draw',
-         STARTED: 'draw', DRAWN: 'to_device', END: 'stop', CLOSE: 'stop', UNSCALE: 'opt_step', UNSCALED: 'callbacks',
-         COMPILE: 'compile', COPY: 'to_device',
-         **{m: 'callbacks' for m in FIRST.values()}}
+_after_event = dict(before_batch='forward', after_pred='loss', before_backward='backward', before_step='opt_step',
+                    after_step='zero_grad', before_train='start', before_validate='start')
+AFTER = {m: 'callbacks' for m in FIRST.values()} | {LAST[e]: a for e,a in _after_event.items()} | {
+    ITER: 'start', DRAW: 'draw', STARTED: 'draw', DRAWN: 'to_device', END: 'stop', CLOSE: 'stop',
+    UNSCALE: 'opt_step', UNSCALED: 'callbacks', COMPILE: 'compile', COPY: 'to_device'}
 
+# %% ../../nbs/measure/05_stopwatch.ipynb #c179bb71
 def _action(mark, phase):
     a = AFTER.get(mark, 'unattributed')
     if phase == 'valid' and a == 'forward': a = 'predict'
     return a if a in LEAVES[phase] else 'unattributed'
 
 COLUMN = {p: [len(HEAD) + LEAVES[p].index(_action(m, p)) for m in range(N_MARKS)] for p in LEAVES}
+
+# %% ../../nbs/measure/05_stopwatch.ipynb #f624ea1e
+@dataclass(slots=True)
+class _Step:
+    "A step under way"
+    began:float = 0.
+    open:bool = False
+    done:bool = False
+    samples:int = 0
+    tokens:int = 0
+    slots:int = 0
+
+    def begin(self, t):  # the same object each time: twice as fast as another one
+        self.began,self.open,self.done = t,True,False
+        self.samples = self.tokens = self.slots = 0
+
+def _size(o): return (o, 0, 0) if type(o) is int else o
+
+# %% ../../nbs/measure/05_stopwatch.ipynb #b4a6dbe1
+class _WarmUp:
+    "Was a step warm-up?"
+    def __init__(self): self.cold,self.count,self.graphs = set(),lambda: 0,0
+    def fit_begins(self): self.cold = {'train', 'valid'}
+    def phase_begins(self): self.graphs = self.count()
+    def due(self, phase): return phase in self.cold or self.count() != self.graphs
+
+    def ended(self, phase, compiling):
+        "A step has ended, `compiling` seconds of which were compilation"
+        before,self.graphs = self.graphs,self.count()
+        warm = phase in self.cold or self.graphs != before or compiling > 0
+        if warm: self.cold.discard(phase)
+        return warm
 
 # %% ../../nbs/measure/05_stopwatch.ipynb #9bb95054
 class Stopwatch:
@@ -45,19 +79,10 @@ class Stopwatch:
         clock=perf_counter, # Seconds, monotonic
     ):
         self.profile,self.clock,self.running = profile or Profile(),clock,False
-        self.watchers,self.device,self.compiled,self.counts,self.taped = (),None,lambda: 0,[],[]
+        self.watchers,self.device,self.turns = (),None,self._turns()
+        self.taped,self.counts = [],[]  # marks and times by turns; sizes of batches
+        self.step,self.warmup = _Step(),_WarmUp()
         self.look,self.looking = inf,None  # called at the first step after `look`
-        self.turns = [None]*N_MARKS
-        def on(f, *marks):
-            for m in marks: self.turns[m] = f
-        on(self._begin_epoch, FIRST['before_epoch'])
-        on(self._begin_train, FIRST['before_train'])
-        on(self._begin_valid, FIRST['before_validate'])
-        on(self._leave, LAST['after_train'], LAST['after_validate'], FIRST['after_cancel_epoch'], FIRST['after_epoch'])
-        on(self._end_epoch, LAST['after_epoch'], FIRST['after_cancel_fit'], FIRST['after_fit'])
-        on(self._begin_step, DRAW)
-        on(self._complete, FIRST['after_batch'], LAST['after_batch'])
-        on(self._end_step, END, CLOSE)
 
     def mark(self, m:int # Which mark was passed
         ):
@@ -72,18 +97,63 @@ class Stopwatch:
         turn = self.turns[m]
         if turn is not None: turn()
 
+# %% ../../nbs/measure/05_stopwatch.ipynb #36d535cb
+@patch
+def _turns(self:Stopwatch):
+    "What is to be done at a mark; at most there is nothing"
+    left = LAST['after_train'], LAST['after_validate'], FIRST['after_cancel_epoch'], FIRST['after_epoch']
+    turns = {self._begin_epoch: [FIRST['before_epoch']],
+             self._begin_train: [FIRST['before_train']],
+             self._begin_valid: [FIRST['before_validate']],
+             self._leave: left,
+             self._end_epoch: [LAST['after_epoch'], FIRST['after_cancel_fit'], FIRST['after_fit']],
+             self._begin_step: [DRAW],
+             self._complete: [FIRST['after_batch'], LAST['after_batch']],
+             self._end_step: [END, CLOSE]}
+    at = {m: f for f,marks in turns.items() for m in marks}
+    return [at.get(m) for m in range(N_MARKS)]
+
+# %% ../../nbs/measure/05_stopwatch.ipynb #f92b5a52
+@patch
+def attach(self:Stopwatch, *watchers, # Called with the watch, the last mark and the new one; None is left out
+           device=None, # A clock of the device, that gets the steps first
+           graphs=None, # Called without arguments: how many graphs were compiled so far
+    ):
+    "Who listens in the next fit"
+    self.watchers,self.device = tuple(o for o in (device, *watchers) if o is not None),device
+    if graphs is not None: self.warmup.count = graphs
+
+@patch
+def look_each_second(self:Stopwatch, f # Called without arguments
+    ):
+    "Call `f` at the first step after each second of the fit that has begun"
+    self.looking,self.look = f,self.t + 1
+
+@patch
+def relabel(self:Stopwatch, m:int # What should have been the last mark
+    ):
+    "What goes on is not what the last mark announced"
+    self.last = m
+
+@patch
+def call_cold(self:Stopwatch):
+    "The step under way is warm-up"
+    self.warmup.cold.add(self.phase)
+
 # %% ../../nbs/measure/05_stopwatch.ipynb #4ef66ae8
 @patch
-def tape(self:Stopwatch): # What to call with a mark, what with the time, what tells the time, and what to call with a `batch_size` or its samples alone
-    "`mark` for a hot loop, `mark(m); time(clock())`: the arithmetic follows at the next `mark` of the watch, or when `replay` is called"
+def tape(self:Stopwatch): # What to call with a mark, with the time, for the time, with a `batch_size` or its samples
+    "`mark` for a hot loop, `mark(m); time(clock())`: the arithmetic follows at the next `mark`, or `replay`"
+    if self.watchers: return self.mark, noop, self.clock, self._count  # they want to know at once
     put = self.taped.append
-    return (self.mark, noop, self.clock, self._count) if self.watchers else (put, put, self.clock, self.counts.append)  # watchers want to know at once
-
-def _size(o): return (o, 0, 0) if type(o) is int else o
+    return put, put, self.clock, self.counts.append
 
 @patch
-def _count(self:Stopwatch, size): self.samples,self.tokens,self.slots = _size(size)
+def _count(self:Stopwatch, size):
+    step = self.step
+    step.samples,step.tokens,step.slots = _size(size)
 
+# %% ../../nbs/measure/05_stopwatch.ipynb #e42a278c
 @patch
 def replay(self:Stopwatch):
     "Credit what is on the tape"
@@ -93,7 +163,7 @@ def replay(self:Stopwatch):
     if marks.count(DRAW) > 32:  # below that numpy costs more than it saves
         begun,end = marks.index(DRAW)+1,marks.rindex(DRAW)+1
         self._credit(marks[:begun], times[:begun], counts)
-        if self._credit_steps(marks[begun-1:end], np.fromiter(times[begun-1:end], float), counts): begun = end
+        if self._credit_steps(marks[begun-1:end], times[begun-1:end], counts): begun = end
     self._credit(marks[begun:], times[begun:], counts)
 
 @patch
@@ -106,31 +176,44 @@ def _credit(self:Stopwatch, marks, times, counts):
         if m == DRAWN: self._count(next(counts, 0))
         elif turns[m] is not None: turns[m]()
 
+# %% ../../nbs/measure/05_stopwatch.ipynb #5651d60f
 @patch
 def _credit_steps(self:Stopwatch, marks, times, counts): # False: not all of them are plain, and nothing was credited
-    "All at once: complete steps, from one draw to the last, those with the same marks together"
+    "Complete steps, from one draw to the last, at once"
     steps = marks[1:-1].split(bytes([DRAW]))
     kinds = set(steps)
-    if self.phase in self.cold or self.compiled() != self.graphs or any(o.count(DRAWN) != 1 or LAST['after_batch'] not in o for o in kinds): return False
-    draws,took,rows = np.flatnonzero(np.frombuffer(marks, 'u1') == DRAW),np.diff(times),np.zeros((len(steps), len(self.row)))
-    for kind in kinds:
-        here = slice(None) if len(kinds) == 1 else np.array([o == kind for o in steps])
-        for i,m in enumerate((DRAW, *kind)): rows[here,self.column[m]] += took[draws[:-1][here]+i]
-    sizes,rows[:,3] = [*islice(counts, len(steps))],np.diff(times[draws])
-    if {*map(type, sizes)} == {int}: rows[:,1] = sizes
-    else: rows[:,[1,2,4]] = [_size(o) for o in sizes]
+    if self.warmup.due(self.phase) or not all(map(_is_plain, kinds)): return False
+    times,draws = np.fromiter(times, float),np.flatnonzero(np.frombuffer(marks, 'u1') == DRAW)
+    rows = _step_rows(steps, kinds, np.diff(times), draws[:-1], self.column, len(self.row))
+    rows[:,Col.step] = np.diff(times[draws])
+    _fill_sizes(rows, [*islice(counts, len(steps))])
     self.profile.steps[self.phase].add_all(rows)
     self.t = times[-1].item()
     self._open_step()
     return True
+
+def _is_plain(marks): return marks.count(DRAWN) == 1 and LAST['after_batch'] in marks
+
+# %% ../../nbs/measure/05_stopwatch.ipynb #eb42f251
+def _step_rows(steps, kinds, took, draws, column, width):
+    "A row of seconds for each of `steps`, those with the same marks together; `took` follows the mark of its place"
+    rows = np.zeros((len(steps), width))
+    for kind in kinds:
+        here = slice(None) if len(kinds) == 1 else np.array([o == kind for o in steps])
+        for i,m in enumerate((DRAW, *kind)): rows[here,column[m]] += took[draws[here]+i]
+    return rows
+
+def _fill_sizes(rows, sizes):
+    if {*map(type, sizes)} == {int}: rows[:,Col.samples] = sizes
+    else: rows[:,Col.size] = [_size(o) for o in sizes]
 
 # %% ../../nbs/measure/05_stopwatch.ipynb #579a2972
 @patch
 def open(self:Stopwatch):
     "A fit begins"
     if self.running: self.close()
-    self.running,self.in_step,self.done = True,False,False
-    self.cold = {'train', 'valid'}  # phases whose next step is a warm-up
+    self.running,self.step = True,_Step()
+    self.warmup.fit_begins()
     self.t,self.last = self.clock(),FIRST['before_fit']
     self.since = dict(fit=self.t)
     self._enter('between')
@@ -178,12 +261,13 @@ def _begin(self:Stopwatch, phase):
     self._flush()
     self._enter(phase)
     self.since[phase] = self.t
-    self.graphs = self.compiled()
+    self.warmup.phase_begins()
 
+# %% ../../nbs/measure/05_stopwatch.ipynb #41a68452
 @patch
 def _leave(self:Stopwatch):
     if self.phase == 'between': return
-    if self.in_step: self._end_step()
+    if self.step.open: self._end_step()
     self._flush()
     for o in ('start', 'stop'):
         if o in self.profile.outside[self.phase]: self.profile.add_outside(self.phase, o, 0., 1)
@@ -220,29 +304,40 @@ def _begin_step(self:Stopwatch):
 
 @patch
 def _open_step(self:Stopwatch):
-    self.in_step,self.done,self.samples,self.tokens,self.slots,self.began = True,False,0,0,0,self.t
-    if self.t > self.look: self.looking()
+    self.step.begin(self.t)
+    if self.t > self.look:
+        self.look_each_second(self.looking)
+        self.looking()
 
 @patch
-def _complete(self:Stopwatch): self.done = True
+def _complete(self:Stopwatch): self.step.done = True
 
 @patch
 def _end_step(self:Stopwatch):
-    if not (self.in_step and self.done):
-        self.in_step = False
-        if self.device is not None: self.device.drop_step()
-        return self._flush()
-    row,graphs = self.row,self.compiled()
-    row[0] = float(self.phase in self.cold or graphs != self.graphs or row[-3] > 0)
-    row[1],row[2],row[3],row[4] = float(self.samples),self.tokens,self.t - self.began,float(self.slots)
-    self.graphs,self.in_step = graphs,False
-    if row[0]: self.cold.discard(self.phase)
-    if row[-2]:  # starting workers took place inside the first draw, and is no part of the step
-        self.profile.add_outside(self.phase, 'start', row[-2])
-        row[3],row[-2] = row[3] - row[-2],0.
+    step = self.step
+    whole,step.open = step.open and step.done,False
+    if not whole: return self._drop_step()
+    row = self.row
     self.row = [0.]*len(row)
+    self._fill(row, step)
     if self.device is None: self.profile.steps[self.phase].add(row)
     else: self.device.close_step(self.profile, self.phase, row)
+
+# %% ../../nbs/measure/05_stopwatch.ipynb #6cc35279
+@patch
+def _drop_step(self:Stopwatch):
+    if self.device is not None: self.device.drop_step()
+    self._flush()
+
+@patch
+def _fill(self:Stopwatch, row, step):
+    "The head of a complete step's row"
+    row[Col.warmup] = float(self.warmup.ended(self.phase, row[Col.compile]))
+    row[Col.samples],row[Col.tokens],row[Col.slots] = float(step.samples),step.tokens,float(step.slots)
+    row[Col.step] = self.t - step.began
+    if not row[Col.start]: return
+    self.profile.add_outside(self.phase, 'start', row[Col.start])
+    row[Col.step],row[Col.start] = row[Col.step] - row[Col.start],0.
 
 # %% ../../nbs/measure/05_stopwatch.ipynb #267eab42
 class ManualClock:

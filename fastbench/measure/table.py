@@ -21,7 +21,8 @@ def seconds(x:float|None # Seconds
     "`x` as a person reads it"
     if x is None: return ''
     for unit,scale in (('s', 1), ('ms', 1e3), ('µs', 1e6)):
-        if round(x*scale, 3) >= 1 or unit == 'µs': return f'{x*scale:.{0 if x*scale >= 100 else 1 if x*scale >= 10 else 2}f} {unit}'
+        n = x*scale
+        if round(n, 3) >= 1 or unit == 'µs': return f'{n:.{0 if n >= 100 else 1 if n >= 10 else 2}f} {unit}'
 
 def rate(x:float|None # Per second
     )->str: # Three digits or a whole number
@@ -33,7 +34,8 @@ PHASE_COLUMNS = (  # key, heading, format of a value that is not None
     ('phase', 'phase', str), ('action', 'action', str), ('calls', 'calls', '{:,}'.format), ('mean', 'mean', seconds),
     ('std', 'std', seconds), ('total', 'total', seconds), ('share', 'share', '{:.1%}'.format),
     ('samples_per_second', 'samples/s', rate), ('tokens_per_second', 'tokens/s', rate),
-    ('device_mean', 'device mean', seconds), ('device_busy', 'device busy', seconds), ('device_total', 'device total', seconds))
+    ('device_mean', 'device mean', seconds), ('device_busy', 'device busy', seconds),
+    ('device_total', 'device total', seconds))
 _optional = ('tokens_per_second', 'device_mean', 'device_busy', 'device_total')
 _clocks = ("`mean` and `total` are the host's clock: where the loop waits. "
            "`device` is the device's own; `device busy` is computing, the rest of it waited for the host.")
@@ -68,7 +70,8 @@ class Table:
         "What the table prints; a column without a value stays away"
         rows = [self.shown(r) for r in self.rows]
         cols = [o for o in self.columns if any(r.get(o[0]) is not None for r in rows)]
-        return [h for _,h,_ in cols], [[self.missing.get(k, '') if r.get(k) is None else f(r[k]) for k,_,f in cols] for r in rows]
+        def text(r, k, f): return self.missing.get(k, '') if r.get(k) is None else f(r[k])
+        return [h for _,h,_ in cols], [[text(r, k, f) for k,_,f in cols] for r in rows]
 
 # %% ../../nbs/measure/03_table.ipynb #04ab0001
 @patch(as_prop=True)
@@ -81,7 +84,8 @@ def lines(self:Table): # Verdict, which clock answers which question, notes
 def __str__(self:Table):
     head,body = self.cells()
     widths = [max(map(len, o)) for o in zip(head, *body)]
-    def line(o): return '  '.join(c.ljust(w) if i < self.left else c.rjust(w) for i,(c,w) in enumerate(zip(o, widths))).rstrip()
+    def padded(i, c, w): return c.ljust(w) if i < self.left else c.rjust(w)
+    def line(o): return '  '.join(padded(i, c, w) for i,(c,w) in enumerate(zip(o, widths))).rstrip()
     return '\n'.join([self.title]*bool(self.title) + [line(o) for o in (head, *body)] + self.lines)
 
 Table.__repr__ = Table.__str__
@@ -91,7 +95,8 @@ Table.__repr__ = Table.__str__
 def _starts(self:Table):
     "For each row: does a phase begin? None where there are no phases"
     names = [r.get('phase') for r in self.rows]
-    return [i == 0 or o != names[i-1] for i,o in enumerate(names)] if self.columns and self.columns[0][0] == 'phase' else [None]*len(names)
+    if not self.columns or self.columns[0][0] != 'phase': return [None]*len(names)
+    return [i == 0 or o != names[i-1] for i,o in enumerate(names)]
 
 def _td(text, left, bar=None, tag='td'):
     style = f"padding:1px 10px;text-align:{'left' if left else 'right'};font-variant-numeric:tabular-nums"
@@ -100,34 +105,45 @@ def _td(text, left, bar=None, tag='td'):
         style += f';background:linear-gradient(to left, rgba(76,120,168,.35) {w}, transparent {w})'
     return f'<{tag} style="{style}">{escape(str(text))}</{tag}>'
 
+# %% ../../nbs/measure/03_table.ipynb #fbb923f2
+@patch
+def _tr(self:Table, head, row, cells, new):
+    "A row; `new`: it begins a phase"
+    line = ' style="border-top:1px solid rgba(128,128,128,.5)"' if new else ''
+    cells = [''] + cells[1:] if new is False else cells
+    def td(i, h, o): return _td(o, i < self.left, row.get('share') if h == 'share' else None)
+    return f'<tr{line}>' + ''.join(td(i, h, o) for i,(h,o) in enumerate(zip(head, cells))) + '</tr>'
+
 @patch
 def _repr_html_(self:Table):
     head,body = self.cells()
-    def tr(row, cells, new):
-        line = ' style="border-top:1px solid rgba(128,128,128,.5)"' if new else ''
-        cells = [''] + cells[1:] if new is False else cells
-        return f'<tr{line}>' + ''.join(_td(o, i < self.left, row.get('share') if h == 'share' else None) for i,(h,o) in enumerate(zip(head, cells))) + '</tr>'
     ths = ''.join(_td(h, i < self.left, tag='th') for i,h in enumerate(head))
-    rows = ''.join(map(tr, self.rows, body, self._starts()))
+    trs = ''.join(self._tr(head, *o) for o in zip(self.rows, body, self._starts()))
     below = ''.join(f'<p style="margin:.3em 0">{escape(o)}</p>' for o in self.lines)
     title = f'<b>{escape(self.title)}</b>' if self.title else ''
-    return f'{title}<table style="border-collapse:collapse;color:inherit"><thead><tr>{ths}</tr></thead><tbody>{rows}</tbody></table>{below}'
+    inner = f'<thead><tr>{ths}</tr></thead><tbody>{trs}</tbody>'
+    return f'{title}<table style="border-collapse:collapse;color:inherit">{inner}</table>{below}'
 
 # %% ../../nbs/measure/03_table.ipynb #3b9c6bca
+def _style(row):
+    if row.get('action') in ('fit', 'step'): return 'bold'
+    return 'dim' if (row.get('share') or 0) < .01 else ''
+
 @patch
 def __rich_console__(self:Table, console, options):
     from rich.table import Table as RichTable
     from rich.text import Text
     head,body = self.cells()
-    res = RichTable(title=Text(self.title) if self.title else None, title_justify='left', box=None, pad_edge=False, header_style='bold')
+    title = Text(self.title) if self.title else None
+    res = RichTable(title=title, title_justify='left', box=None, pad_edge=False, header_style='bold')
     for i,h in enumerate(head): res.add_column(h, justify='left' if i < self.left else 'right', no_wrap=i < self.left)
     for i,(row,cells,new) in enumerate(zip(self.rows, body, self._starts())):
         if new and i: res.add_section()
-        style = '' if new is None else 'bold' if row.get('action') in ('fit', 'step') else 'dim' if (row.get('share') or 0) < .01 else ''
-        res.add_row(*map(Text, [''] + cells[1:] if new is False else cells), style=style)
+        res.add_row(*map(Text, [''] + cells[1:] if new is False else cells), style='' if new is None else _style(row))
     yield res
     for i,o in enumerate(self.lines): yield Text(o, style='bold cyan' if i == 0 and self.verdict else '')
 
+# %% ../../nbs/measure/03_table.ipynb #32b25d4a
 def show(table:Table # What to print
     ):
     "Print `table`: styled in a terminal, plain text when piped"
@@ -153,7 +169,8 @@ def to_markdown(self:Table)->str: # A GitHub table with the lines below it
     head,body = self.cells()
     def line(o): return '| ' + ' | '.join(str(c).replace('|', r'\|') for c in o) + ' |'
     rule = line(['---']*self.left + ['---:']*(len(head)-self.left))
-    return '\n'.join([f'**{self.title}**', '']*bool(self.title) + [line(head), rule, *map(line, body), '', *(f'- {o}' for o in self.lines)])
+    title,notes = [f'**{self.title}**', '']*bool(self.title),[f'- {o}' for o in self.lines]
+    return '\n'.join([*title, line(head), rule, *map(line, body), '', *notes])
 
 @patch
 def to_json(self:Table)->str: # title, rows, notes; verdict of a phase table; ids of the Runs of another
@@ -181,7 +198,8 @@ def frame(self:Table
 def plot(self:Table, ax=None # matplotlib axes; made if None
     ): # The axes
     "Bars of where an average step goes, one for training and one for validation"
-    means = {p: {r['action']: r['mean'] for r in self.rows if r['phase'] == p and r['mean']} for p in ('train', 'valid')}
+    def of(phase): return {r['action']: r['mean'] for r in self.rows if r['phase'] == phase and r['mean']}
+    means = {p: of(p) for p in ('train', 'valid')}
     means = {p: m for p,m in means.items() if m.get('step')}
     leaves = dict.fromkeys(a for p in means for a in LEAVES[p] if a not in ('compile', 'start', 'stop'))
     return stacked_steps(list(means.values()), [f'{p} step' for p in means], leaves, ax, seconds=seconds)
