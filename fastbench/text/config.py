@@ -53,7 +53,9 @@ def changed_config(config, # A `PretrainedConfig`, changed in place
     "Change fields that are there"
     for k,v in changes.items():
         if k == 'attention_dropout': k = next((o for o in _attention if hasattr(config, o)), k)
-        if not hasattr(config, k): raise UserError(unknown(f'field of a {config.model_type} config', k, sorted(o for o in config.to_dict() if o[0] != '_')))
+        if not hasattr(config, k):
+            raise UserError(unknown(f'field of a {config.model_type} '
+                                    f'config', k, sorted(o for o in config.to_dict() if o[0] != '_')))
         setattr(config, k, v)
     return config
 
@@ -92,11 +94,16 @@ def _look_up(name, revision, files, offline):
 def _folder(name, files):
     "The folder `name`, complete"
     folder = Path(name)
-    if not (folder/'config.json').is_file(): raise DataUnavailable(f'{folder} has no config.json: is it the folder of a model, as save_pretrained writes it?')
+    if not (folder/'config.json').is_file():
+        raise DataUnavailable(f'{folder} has no config.json: '
+                              f'is it the folder of a model, as save_pretrained writes it?')
     if files and not any((folder/o).is_file() for o in files):
         old = next((o for o in _pickles if (folder/o).is_file()), None)
-        raise DataUnavailable(f'{folder} has no model.safetensors' + (f', only {old}, which is not read since pickled weights may run code: load it once with '
-                              'transformers where you trust it, and save_pretrained' if old else '') + '. pretrained=False gives random weights')
+        raise DataUnavailable(f'{folder} has no model.safetensors' + (f', only {old}, '
+                                                                      f'which is not read since pickled weights may '
+                                                                      f'run code: load it once with '
+                              'transformers where you trust it, and save_pretrained' if old else '') + '. '
+                                                                                                       'pretrained=False gives random weights')
     return folder
 
 def find_model(name, # A hub's name or a folder
@@ -108,12 +115,15 @@ def find_model(name, # A hub's name or a folder
     files = _weights if weights else ('config.json',)
     if Path(name).expanduser().is_dir(): return _folder(Path(name).expanduser(), files if weights else ())
     name = str(name)
-    if name.count('/') > 1 or name.startswith(('.', '~', '/')): raise DataUnavailable(f'cannot get the model {name}: there is no such folder')
+    if name.count('/') > 1 or name.startswith(('.', '~', '/')):
+        raise DataUnavailable(f'cannot get the model {name}: there is no such folder')
     try:
         if (have := cached(name, files, revision)) and cached(name, ['config.json'], revision): return Path(have).parent
         _look_up(name, revision, files, offline)
         return name
-    except Exception as e: raise DataUnavailable(f'cannot get the {"weights" if weights else "config"} of {name}: {short(e)}. {_offline(name)}') from None
+    except Exception as e:
+        raise DataUnavailable(f'cannot get the {"weights" if weights else "config"} of {name}: {short(e)}. '
+                              f'{_offline(name)}') from None
 
 # %% ../../nbs/text/10_config.ipynb #e0f9816e
 def hf_config(name, # A hub's name, a folder, a name of `hf_configs`, or a config

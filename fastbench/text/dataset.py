@@ -22,7 +22,9 @@ def check_texts(texts, # Texts, or pairs of texts
         if type(o) is str:
             if o.isascii(): continue
             try: o.encode()
-            except UnicodeEncodeError: raise UserError(f'row {i} of {name} is no valid text: it holds half a character ({o[:40]!r}). Was the file read with another encoding?') from None
+            except UnicodeEncodeError:
+                raise UserError(f'row {i} of {name} is no valid text: it holds half a character ({o[:40]!r}). '
+                                f'Was the file read with another encoding?') from None
         elif not isinstance(o, ok) or not isinstance(o, str) and (len(o) != 2 or not all(isinstance(p, str) for p in o)):
             raise UserError(f'row {i} of {name} is {o!r}, no text: drop that row (df.dropna), or fill it')
     return texts
@@ -40,7 +42,8 @@ class TextDataset:
     ):
         if isinstance(texts, str): raise UserError('texts is one string: give a list of them')
         self.texts,self.y,self.vocab,self.cols = list(texts) if name is None else check_texts(list(texts), name),y,vocab,cols
-        if y is not None and len(y) != len(self.texts): raise UserError(f'{len(self.texts)} texts and {len(y)} labels: there must be one for each')
+        if y is not None and len(y) != len(self.texts):
+            raise UserError(f'{len(self.texts)} texts and {len(y)} labels: there must be one for each')
 
     def __len__(self): return len(self.texts)
     def __getitem__(self, i): return (self.texts[i],) if self.y is None else (self.texts[i], self.y[i])

@@ -20,7 +20,9 @@ def package_versions()->dict: # Module -> version
     from importlib.metadata import PackageNotFoundError, version
     def f(dist):
         try: return version(dist)
-        except PackageNotFoundError: raise DataUnavailable(f"data='docstrings' reads the source of {dist}, which is not installed: `pip install {dist}`; "
+        except PackageNotFoundError:
+            raise DataUnavailable(f"data='docstrings' reads the source of {dist}, which is not installed: "
+                                  f"`pip install {dist}`; "
                                                            "data='reviews' needs nothing") from None
     return {k: f(v) for k,v in packages.items()}
 

@@ -54,7 +54,9 @@ class LanguageModel(Kind):
 
     def check(self):
         super().check()
-        if self.workers: raise UserError(f'workers={self.workers} has no effect in this recipe: a language model draws its batches in this process')
+        if self.workers:
+            raise UserError(f'workers={self.workers} has no effect in this recipe: '
+                            f'a language model draws its batches in this process')
 
     def make_dls(self, bs, device=None, offline=False):
         from fastbench.text.rnn import lm_dls

@@ -100,14 +100,17 @@ class MaskedLM(LanguageTask):
     def __init__(self, share:float=.15, # Of the tokens, to be told
                  seed:int=42, # Of the draw
         ):
-        if not 0 < share < 1: raise UserError(f'share={share!r} cannot be: the share of tokens to hide, between 0 and 1')
+        if not 0 < share < 1:
+            raise UserError(f'share={share!r} cannot be: the share of tokens to hide, between 0 and 1')
         self.share,self.seed = share,seed
 
     def bind(self, learn):
         super().bind(learn)
         for dl in learn.dls.loaders[1:]:
             if getattr(dl, 'finish', None) == self.finish: dl.finish = self.finish_same
-        if self._tok.mask_token_id is None: raise UserError(f'{type(self._tok).__name__} has no mask token: masked language modelling needs a tokenizer like BERT\'s; task="causal-lm" needs none')
+        if self._tok.mask_token_id is None:
+            raise UserError(f'{type(self._tok).__name__} has no mask token: '
+                            f'masked language modelling needs a tokenizer like BERT\'s; task="causal-lm" needs none')
 
     def collate(self, tokenizer, examples, max_length=512):
         self._tok = tokenizer
@@ -137,7 +140,8 @@ class MaskedLM(LanguageTask):
 
 def _filled(learn, text):
     t,m = learn.dls.tokenizer,learn.model
-    if t.mask_token not in text: raise UserError(f'there is nothing to fill in: put {t.mask_token} where a word is missing')
+    if t.mask_token not in text:
+        raise UserError(f'there is nothing to fill in: put {t.mask_token} where a word is missing')
     x = {k: v.to(m.hf.device) for k,v in t(text, return_tensors='pt', truncation=True, max_length=learn.max_length).items()}
     training = m.training
     try:

@@ -119,7 +119,9 @@ def fast_attention(model, # A model of transformers
         AttentionInterface.register(name, f)
         AttentionMaskInterface.register(name, _mask)
     if not getattr(model, '_supports_attention_backend', False) or not getattr(model, '_supports_sdpa', False):
-        raise UserError(f"{type(model).__name__} computes attention in a way of its own: packed batches and fast attention cannot be had. loader='budget' or 'sorted' works with every model")
+        raise UserError(f"{type(model).__name__} computes attention in a way of its own: "
+                        f"packed batches and fast attention cannot be had. "
+                        f"loader='budget' or 'sorted' works with every model")
     model.set_attn_implementation(dropouts[dropout])
     return model
 
@@ -134,7 +136,8 @@ def _native(model, bounds):
     if impl in dropouts.values(): return {}
     if 'flash' in impl: return dict(cu_seq_lens_q=bounds.cu, cu_seq_lens_k=bounds.cu, max_length_q=bounds.longest, max_length_k=bounds.longest)
     if impl not in ('eager', 'sdpa', 'flex_attention') or _windowed(model):
-        raise UserError(f"packed batches do not go with {type(model).__name__} and attn={impl!r}: leave attn out, or take attn='fastbench'")
+        raise UserError(f"packed batches do not go with {type(model).__name__} and attn={impl!r}: "
+                        f"leave attn out, or take attn='fastbench'")
     causal = _causal(model)
     if impl == 'flex_attention':
         from torch.nn.attention.flex_attention import create_block_mask

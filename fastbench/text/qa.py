@@ -33,7 +33,9 @@ def qa_example(o, # A dict with question, context and answers, or (question, con
     else: (q,c,*rest),start = o,None
     if not isinstance(o, dict): a = rest[0] if rest else None
     if a and start is None: start = c.find(a)
-    if a and (start < 0 or c[start:start+len(a)] != a): raise UserError(f'example {number}: the answer {a[:60]!r} is not in its context' + (f' at character {start}' if start >= 0 else ''))
+    if a and (start < 0 or c[start:start+len(a)] != a):
+        raise UserError(f'example {number}: the answer {a[:60]!r} is not in its context' + (f' at character '
+                                                                                            f'{start}' if start >= 0 else ''))
     return q, c, a, start
 
 # %% ../../nbs/text/16_qa.ipynb #28f166cc
@@ -74,10 +76,14 @@ class QuestionAnswering(Task):
 def windows(self:QuestionAnswering, tokenizer, examples, max_length=512): # tokenizer: a fast one; examples: as `qa_example` gives them; max_length: tokens of a window
     "The windows of examples: the tokenizer's encoding, and the number of the example of each"
     t = tokenizer
-    if not t.is_fast: raise UserError(f'{type(t).__name__} does not tell where in the text a token is: question answering needs a fast tokenizer')
+    if not t.is_fast:
+        raise UserError(f'{type(t).__name__} does not tell where in the text a token is: '
+                        f'question answering needs a fast tokenizer')
     longest = max(len(t(q, add_special_tokens=False)['input_ids']) for q,*_ in examples)
     room = max_length-longest-t.num_special_tokens_to_add(pair=True)
-    if room < 2: raise UserError(f'a question has {longest} tokens, and max_length={max_length} leaves no room for a context: shorten it, or use a larger max_length')
+    if room < 2:
+        raise UserError(f'a question has {longest} tokens, and max_length={max_length} leaves no room for a context: '
+                        f'shorten it, or use a larger max_length')
     enc = t([q for q,*_ in examples], [c or ' ' for _,c,*_ in examples], truncation='only_second', max_length=max_length, stride=min(self.stride, room//2), padding=True,
             return_overflowing_tokens=True, return_offsets_mapping=True, return_tensors='pt')
     return enc, enc.pop('overflow_to_sample_mapping').tolist()

@@ -29,7 +29,9 @@ from .tokenize import BatchTokenizer, find_tokenizer
 # %% ../../nbs/text/22_recipes.ipynb #1c70d9a8
 def _family(arch):
     kind = hf_config(arch, offline=True).model_type
-    if kind not in families: raise UserError(f'{arch} is a {kind}, for which no tokenizer can be trained here: use pretrained=True, a folder with its tokenizer, or one of {", ".join(families)}')
+    if kind not in families:
+        raise UserError(f'{arch} is a {kind}, for which no tokenizer can be trained here: '
+                        f'use pretrained=True, a folder with its tokenizer, or one of {", ".join(families)}')
     return kind
 
 def recipe_tokenizer(r:Recipe, # Its `arch`, and whether published weights are asked for

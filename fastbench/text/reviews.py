@@ -91,7 +91,7 @@ def _parts():
     past,present,participle = ([_add(o, end) for o in _verbs] for end in ('ed', 's', 'ing'))
     adverbs = 'also just even then still there again here ever almost perhaps later soon often'.split()
     return dict(
-        D='a the a this his her the its their some that my every another no each'.split(),
+        D='the a this his her the its their some that my every another no each'.split(),
         A=_adjs, N=_mingle(_nouns, plural), M=_names(),
         O='it he she they I you we who one everyone nobody something'.split(),
         V=_mingle(auxiliary, past, present), G=participle,

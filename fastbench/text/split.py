@@ -78,7 +78,8 @@ def read_text(path # A file in UTF-8
     b = Path(path).read_bytes()
     try: return b.decode('utf-8-sig')
     except UnicodeDecodeError as e:
-        raise UserError(f'{path} is no UTF-8 text: byte {b[e.start]:#04x} at position {e.start:,}. Convert it (`iconv -t utf-8`) or remove it') from None
+        raise UserError(f'{path} is no UTF-8 text: byte {b[e.start]:#04x} at position {e.start:,}. '
+                        f'Convert it (`iconv -t utf-8`) or remove it') from None
 
 def read_table(path, # A CSV file
                *cols, # Names of columns that it must have; numbers: a file without a line of names
@@ -89,7 +90,8 @@ def read_table(path, # A CSV file
     bare = all(isinstance(o, int) for o in cols) and bool(cols)
     try: df = pd.read_csv(path, header=None if bare else 0, keep_default_na=False)
     except pd.errors.EmptyDataError: raise UserError(f'{path} is empty: a table of texts has a row for each') from None
-    except pd.errors.ParserError as e: raise UserError(f'{path} is no table: {str(e).strip().splitlines()[-1]}') from None
+    except pd.errors.ParserError as e:
+        raise UserError(f'{path} is no table: {str(e).strip().splitlines()[-1]}') from None
     for o in cols:
         if o not in df.columns: raise UserError(f'{path}: '+unknown('column', o, [str(c) for c in df.columns]))
     if not len(df): raise UserError(f'{path} has names of columns and no row')

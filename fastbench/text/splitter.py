@@ -58,7 +58,9 @@ def _parts(model):
     hf = getattr(model, 'hf', model)
     base = getattr(hf, 'base_model', hf)
     stacks = list(_stacks(base))
-    if not stacks: raise UserError(f'{type(hf).__name__} has no stack of blocks: pass a splitter of your own, a function from the model to lists of parameters')
+    if not stacks:
+        raise UserError(f'{type(hf).__name__} has no stack of blocks: '
+                        f'pass a splitter of your own, a function from the model to lists of parameters')
     owner,blocks,ends = {},[],[]
     for _,_,bs in stacks:
         for b in bs:
@@ -102,11 +104,15 @@ def layer_decay(model, # An `HFModel`, or a Learner with `splitter=layer_groups`
                 decay:float=.9, # Share of the rate that the layer below gets, above 0 to 1
     )->list: # A rate for each of `layer_groups`, embeddings first
     "Rates that fall from layer to layer, towards the embeddings"
-    if not 0 < decay <= 1: raise UserError(f'decay={decay!r} cannot be: the share of its rate that a layer passes on to the one below, above 0 to 1')
+    if not 0 < decay <= 1:
+        raise UserError(f'decay={decay!r} cannot be: the share of its rate that a layer passes on to the one below, '
+                        f'above 0 to 1')
     learn = model if hasattr(model, 'splitter') and hasattr(model, 'opt_func') else None
     n = len(layer_groups(learn.model if learn else model))
     if learn:
         have = len(learn.opt.param_lists) if learn.opt is not None else len(learn.splitter(learn.model))
-        if have != n: raise UserError(f'the Learner has {have} groups of parameters, and there are {n} layers (embeddings and head included): '
+        if have != n:
+            raise UserError(f'the Learner has {have} groups of parameters, '
+                            f'and there are {n} layers (embeddings and head included): '
                                       'make it with splitter=layer_groups')
     return [lr*decay**(n-1-i) for i in range(n)]

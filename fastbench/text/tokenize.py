@@ -22,7 +22,8 @@ _files = ('tokenizer.json', 'tokenizer_config.json', 'vocab.txt', 'vocab.json', 
 
 def _missing(name, why):
     return DataUnavailable(f'cannot get the tokenizer of {name}: {why}. A local folder or a tokenizer works offline, and so does '
-                           "one trained on the texts: fastbench.text.sources.train_tokenizer; with a network, one run keeps it in the cache")
+                           "one trained on the texts: fastbench.text.sources.train_tokenizer; "
+                           "with a network, one run keeps it in the cache")
 
 # %% ../../nbs/text/06_tokenize.ipynb #a6913177
 def find_tokenizer(tokenizer, # A hub name, a folder, or a tokenizer of transformers
@@ -34,9 +35,13 @@ def find_tokenizer(tokenizer, # A hub name, a folder, or a tokenizer of transfor
     from transformers import AutoTokenizer
     name,folder = str(tokenizer),Path(tokenizer)
     if folder.is_dir():
-        if not any((folder/o).is_file() for o in _files): raise DataUnavailable(f'{folder} has no tokenizer (none of {", ".join(_files)}): save one there with tokenizer.save_pretrained, or name another')
+        if not any((folder/o).is_file() for o in _files):
+            raise DataUnavailable(f'{folder} has no tokenizer (none of {", ".join(_files)}): '
+                                  f'save one there with tokenizer.save_pretrained, or name another')
         try: return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as e: raise DataUnavailable(f'the tokenizer in {folder} cannot be read ({short(e)}): is tokenizer.json whole? Save it there again') from None
+        except Exception as e:
+            raise DataUnavailable(f'the tokenizer in {folder} cannot be read ({short(e)}): '
+                                  f'is tokenizer.json whole? Save it there again') from None
     if name.count('/') > 1 or name.startswith(('.', '~')): raise _missing(name, 'there is no such folder')
     try:
         have = cached(name, _files, revision) is not None
@@ -51,7 +56,9 @@ def pad_with_end(tokenizer # A tokenizer of transformers, changed in place
     t = tokenizer
     if t.pad_token_id is None:
         t.pad_token = t.pad_fallback = t.eos_token or t.unk_token
-        if t.pad_token_id is None: raise UserError(f'{_name(t)} has no token to pad with, none for the end and none for the unknown: set tokenizer.pad_token')
+        if t.pad_token_id is None:
+            raise UserError(f'{_name(t)} has no token to pad with, none for the end and none for the unknown: '
+                            f'set tokenizer.pad_token')
         warnings.warn(f'the tokenizer {_name(t)} has no token to pad with: {t.pad_token!r} stands in, and masks tell it from the one in texts. '
                       'For another, set tokenizer.pad_token before it is used', stacklevel=2)
     return t
@@ -85,7 +92,9 @@ class BatchTokenizer:
         t = self.tokenizer
         most = t.model_max_length if t.model_max_length < 10**9 else None
         if max_length is not None and (not isinstance(max_length, int) or max_length <= t.num_special_tokens_to_add()):
-            raise UserError(f'max_length={max_length!r} cannot be: it is a number of tokens, more than the {t.num_special_tokens_to_add()} that {type(t).__name__} adds to each text')
+            raise UserError(f'max_length={max_length!r} cannot be: '
+                            f'it is a number of tokens, more than the {t.num_special_tokens_to_add()} that '
+                            f'{type(t).__name__} adds to each text')
         self.max_length = min(filter(None, (max_length, most)), default=None)
         pad_with_end(t)
         names,self.added = t.model_input_names,t.num_special_tokens_to_add(True)

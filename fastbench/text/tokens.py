@@ -55,14 +55,17 @@ class TokenClassification(Task):
     per_token = True
     fill = dict(word=-1, tag=-100) # Keys beside the tokenizer's, and what pads them
     def __init__(self, vocab): # Names of the tags
-        if len(vocab) < 2: raise UserError(f'there is one tag only ({vocab[0] if vocab else "none"}): nothing to tell apart')
+        if len(vocab) < 2:
+            raise UserError(f'there is one tag only ({vocab[0] if vocab else "none"}): nothing to tell apart')
         self.vocab = list(vocab)
 
     @classmethod
     def of(cls, examples): # (words, tags) each
         "The task with the tags that occur in `examples`, `O` first"
         for i,(words,tags) in enumerate(examples):
-            if isinstance(words, str) or len(words) != len(tags): raise UserError(f'example {i} has {len(words)} words and {len(tags)} tags: an example is a list of words and as many tags')
+            if isinstance(words, str) or len(words) != len(tags):
+                raise UserError(f'example {i} has {len(words)} words and {len(tags)} tags: '
+                                f'an example is a list of words and as many tags')
         return cls(sorted({t for _,tags in examples for t in tags}, key=lambda o: (o != 'O', o)))
 
     @classmethod
@@ -93,7 +96,9 @@ def encode(self:TokenClassification, tokenizer, # A fast tokenizer of transforme
            max_length=512, # Tokens of a text that are kept
     )->list: # A dict of arrays each: the tokenizer's keys, `word` (its number, -1 for special tokens) and `tag` (-100 where none counts)
     "The tokens of examples"
-    if not tokenizer.is_fast: raise UserError(f'{type(tokenizer).__name__} does not tell which token is of which word: token classification needs a fast tokenizer')
+    if not tokenizer.is_fast:
+        raise UserError(f'{type(tokenizer).__name__} does not tell which token is of which word: '
+                        f'token classification needs a fast tokenizer')
     enc = tokenizer([_words(o) or [tokenizer.unk_token] for o in examples], is_split_into_words=True, truncation=max_length is not None, max_length=max_length)
     at,res = {o: i for i,o in enumerate(self.vocab)},[]
     for i,o in enumerate(examples):
@@ -101,7 +106,8 @@ def encode(self:TokenClassification, tokenizer, # A fast tokenizer of transforme
         word = np.array([-1 if w is None else w for w in enc.word_ids(i)], np.int32)
         tag,tags = np.full_like(word, -100),_tags(o)
         for w,place in _heads(enc, i).items() if tags is not None else ():
-            if tags[w] not in at: raise UserError(f'the tag {tags[w]!r} is none of those for training ({", ".join(self.vocab)})')
+            if tags[w] not in at:
+                raise UserError(f'the tag {tags[w]!r} is none of those for training ({", ".join(self.vocab)})')
             tag[place] = at[tags[w]]
         res.append(keys | dict(word=word, tag=tag))
     return res

@@ -105,7 +105,8 @@ def _image(item, size, n_ch):
     if isinstance(x, np.ndarray): return x
     try:
         with Image.open(x) as im: return np.asarray(im.convert('L' if n_ch == 1 else 'RGB').resize((size, size), Image.BILINEAR) if size else im)
-    except (OSError, ValueError) as e: raise CorruptImage(f'cannot read the image {os.fspath(x)}: {e}. Restore or remove that file') from e
+    except (OSError, ValueError) as e:
+        raise CorruptImage(f'cannot read the image {os.fspath(x)}: {e}. Restore or remove that file') from e
 
 def _tensor(x): return torch.from_numpy(np.array(x))[None] if x.ndim == 2 else torch.from_numpy(np.array(x)).permute(2, 0, 1)
 
@@ -128,7 +129,9 @@ class AugmentDL(SeededDL):
         self.y = torch.tensor([int(y) for _,y in items])
 
     def new(self, dataset=None, cls=None, **kwargs):
-        if dataset is not None: raise UserError('a loader of small images has its images in memory and cannot take others; predict with learn.model, or train with augment="auto"')
+        if dataset is not None:
+            raise UserError('a loader of small images has its images in memory and cannot take others; '
+                            'predict with learn.model, or train with augment="auto"')
         same = {k: getattr(self, k) for k in ('items', 'how', 'stats', 'size', 'pad', 'flip', 'cutout', 'train')}
         return super().new(None, cls, **merge(same, kwargs))
 
@@ -184,8 +187,11 @@ def augmented(dls, # As `vision_dls` makes them
     if how not in (known := ('items', 'once', 'bulk', 'batch')): raise UserError(unknown('augment', how, known))
     size,norm = dls.info['size'],next((o for o in dls.train.after_batch.fs if isinstance(o, Normalize)), None)
     if not size: raise UserError('augmentation of small images needs one size for all: pass size, 32 say')
-    if cutout > size or pad >= size: raise UserError(f'pad={pad}, cutout={cutout} cannot be: the images have {size} pixels')
-    if how == 'batch' and dls.info['workers']: raise UserError(f"augment='batch' works in this process, on the device: workers={dls.info['workers']} would only be in its way; use workers=0")
+    if cutout > size or pad >= size:
+        raise UserError(f'pad={pad}, cutout={cutout} cannot be: the images have {size} pixels')
+    if how == 'batch' and dls.info['workers']:
+        raise UserError(f"augment='batch' works in this process, on the device: "
+                        f"workers={dls.info['workers']} would only be in its way; use workers=0")
     stats = [o.flatten().cpu().tolist() for o in (norm.mean, norm.std)]
     def make(i, train):
         dl = dls.loaders[i]

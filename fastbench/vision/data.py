@@ -75,7 +75,8 @@ class SeededDL(CopiesAhead, TfmdDL):
         except Exception as e:
             item = self.dataset.items[s or 0]
             name = _first(item)
-            raise CorruptImage(f'cannot read the image {name if isinstance(name, (str, os.PathLike)) else s}: {str(e) or type(e).__name__}. '
+            raise CorruptImage(f'cannot read the image {name if isinstance(name, (str, os.PathLike)) else s}: '
+                               f'{str(e) or type(e).__name__}. '
                                'Restore or remove that file') from e
 
     def __iter__(self):
@@ -143,7 +144,8 @@ def _sampled(items, sample, seed):
 
 def _split(got, split, seed):
     "Training and validation items"
-    if split not in ('own', 'pooled'): raise UserError(f"split={split!r} cannot be: 'own', or 'pooled' for 20% of training and validation together")
+    if split not in ('own', 'pooled'):
+        raise UserError(f"split={split!r} cannot be: 'own', or 'pooled' for 20% of training and validation together")
     if split == 'own': return got.train,got.valid
     items = [*got.train, *got.valid]
     held = set(random.Random(seed).sample(range(len(items)), round(.2*len(items))))

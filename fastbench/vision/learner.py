@@ -39,14 +39,16 @@ def item_shape(dls, # `DataLoaders`
     )->tuple: # channels, height, width
     "The shape of one image as the model gets it"
     dl = next((o for o in list(dls.loaders)[::-1] if len(o.dataset)), None)
-    if dl is None: raise UserError('these DataLoaders hold no item: nothing says how many channels the model needs; pass c_in')
+    if dl is None:
+        raise UserError('these DataLoaders hold no item: nothing says how many channels the model needs; pass c_in')
     if hasattr(type(dl), 'item_shape'): return dl.item_shape
     if isinstance(dl, TfmdDL):
         dl.before_iter()
         b = dl.after_batch(to_device(dl.do_batch([dl.do_item(0)]), dl.device))
     else: b = next(iter(dl))
     x = b[0] if isinstance(b, (tuple, list)) else b
-    if getattr(x, 'ndim', 0) != 4: raise UserError(f'a batch of images has 4 dimensions (image, channel, height, width); this one has the shape '
+    if getattr(x, 'ndim', 0) != 4:
+        raise UserError(f'a batch of images has 4 dimensions (image, channel, height, width); this one has the shape '
                                                    f'{tuple(getattr(x, "shape", ()))}')
     return tuple(x.shape[1:])
 
@@ -83,7 +85,9 @@ def fill_body(model, # Model to fill
     first = next(iter(want)) # the weight of the first convolution
     if first in got and got[first].shape[1:2] == (3,) != want[first].shape[1:2]: got[first] = _adapt(got[first], want[first].shape[1])
     bad = sorted(o for o in body if o not in got or got[o].shape != want[o].shape)
-    if bad: raise DataUnavailable(f'{source} does not fit this model: {len(bad)} of {len(body)} tensors of its body are missing or of another '
+    if bad:
+        raise DataUnavailable(f'{source} does not fit this model: '
+                              f'{len(bad)} of {len(body)} tensors of its body are missing or of another '
                                   f'shape ({bad[0]}). Use pretrained=False')
     model.load_state_dict({k: v for k,v in got.items() if k in want}, strict=False)
 
@@ -103,7 +107,9 @@ def xresnet50_weights(url=xresnet50_url, # Where they are published
     try:
         state = torch.load(path, map_location='cpu', weights_only=True)
         return state.get('model', state)
-    except Exception as e: raise DataUnavailable(f'{path} is no file of weights ({type(e).__name__}): remove it to download it anew, or use '
+    except Exception as e:
+        raise DataUnavailable(f'{path} is no file of weights ({type(e).__name__}): '
+                              f'remove it to download it anew, or use '
                                                  'pretrained=False') from None
 
 # %% ../../nbs/vision/03_learner.ipynb #ba48b1ae
@@ -161,7 +167,8 @@ def xresnet_learner(dls, # `DataLoaders` of images
     "A Learner with a fastai XResNet"
     name = _arch(arch)
     if pretrained and name != 'xresnet50':
-        raise UserError(f'{name} has no pretrained weights: only xresnet50 has (fastai would load that file, or nothing, without a word). '
+        raise UserError(f'{name} has no pretrained weights: '
+                        f'only xresnet50 has (fastai would load that file, or nothing, without a word). '
                         "Use pretrained=False, arch='xresnet50', or timm_learner")
     c_in,n_out = c_in or item_shape(dls)[0],n_out_of(dls, n_out)
     model = getattr(xresnet, name)(n_out=n_out, c_in=c_in, act_cls=_act(act_cls), **(model_args or {}))
@@ -188,12 +195,15 @@ def timm_model(arch:str, # A name, also with the tag of its weights: `resnet50.a
     if hub or arch.startswith('local-dir:'): cfg,where = None,arch
     elif not timm.is_model(arch):
         near = get_close_matches(arch.split('.')[0], timm.list_models(), n=4)
-        raise UserError(f"timm has no model {arch!r}{'; did you mean '+', '.join(near)+'?' if near else ''} (timm.list_models() has them all)")
+        raise UserError(f"timm has no model {arch!r}{'; did you mean '+', '.join(near)+'?' if near else ''} "
+                        f"(timm.list_models() has them all)")
     elif not pretrained: return _create(arch, args), None
     else:
         cfg = timm.get_pretrained_cfg(arch)
         where = cfg and (cfg.hf_hub_id or cfg.url or cfg.file)
-        if not where: raise UserError(f'timm has no weights for {arch!r}: use pretrained=False, or a name from timm.list_models(pretrained=True)')
+        if not where:
+            raise UserError(f'timm has no weights for {arch!r}: '
+                            f'use pretrained=False, or a name from timm.list_models(pretrained=True)')
     try:
         if hub: # config and weights are both the hub's; what its cache has is read like any folder
             if have := cached(hub[1], ['config.json']): arch = f'local-dir:{Path(have).parent}'
@@ -208,8 +218,10 @@ def timm_model(arch:str, # A name, also with the tag of its weights: `resnet50.a
         return _create(arch, args, pretrained=pretrained), where if pretrained else None
     except UserError: raise
     except Exception as e:
-        raise DataUnavailable(f'cannot get {"the pretrained weights of " if pretrained else ""}{arch} ({where}): {short(e)}. '
-                              f'{"A name from timm.list_models()" if hub else "pretrained=False"} works without a download; with a network, one run '
+        raise DataUnavailable(f'cannot get {"the pretrained weights of " if pretrained else ""}{arch} ({where}): '
+                              f'{short(e)}. '
+                              f'{"A name from timm.list_models()" if hub else "pretrained=False"} works without a '
+                              f'download; with a network, one run '
                               'keeps it in the cache') from None
 
 def _create(arch, args, **kwargs):
@@ -250,7 +262,8 @@ def timm_learner(dls, # `DataLoaders` of images
     cfg = _data_config(model)
     fixed = tuple(cfg['input_size'][1:])
     if model.pretrained_cfg.get('fixed_input_size') and 'img_size' not in model_args and shape[1:] != fixed:
-        raise UserError(f"{arch} takes images of {fixed[0]}x{fixed[1]} pixels only, and these have {shape[1]}x{shape[2]}: use size={fixed[0]}, or "
+        raise UserError(f"{arch} takes images of {fixed[0]}x{fixed[1]} pixels only, "
+                        f"and these have {shape[1]}x{shape[2]}: use size={fixed[0]}, or "
                         f"model_args=dict(img_size={shape[1]})")
     if pretrained and normalize: normalize_as(dls, cfg['mean'], cfg['std'], n_in=c_in)
     learn = BenchLearner(dls, model, metrics=metrics, splitter=splitter, **kwargs)

@@ -38,7 +38,9 @@ def resnet_weights(arch:str, # One of `resnets`
     check = dict(sha256=sha and sha[1])
     path = hub if hub.is_file() and not mismatch(hub, **check) else fetch(url, own, offline=offline, hint=f'Or put the file at {own}', **check)
     try: return torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as e: raise DataUnavailable(f'{path} is no file of weights ({type(e).__name__}): remove it to download it anew') from None
+    except Exception as e:
+        raise DataUnavailable(f'{path} is no file of weights ({type(e).__name__}): '
+                              f'remove it to download it anew') from None
 
 # %% ../../nbs/vision/04_resnet.ipynb #f8464479
 def _body(arch, c_in, pretrained, url, offline):

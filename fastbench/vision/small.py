@@ -183,7 +183,8 @@ def small_net(arch:str, # resnet18-kinked (norm and activation twice after the s
         more['stem'] = nn.Sequential(_conv(c_in, 9*c_in), nn.Conv2d(9*c_in, 64, 1, bias=False), norm(64), act())
     net = small_archs[arch](c_in, n_out, act, norm, **more)
     if images is None: return net
-    if arch not in ('resnet9', 'airbench'): raise UserError(f'whiten=True cannot be: {arch} has no convolution for it; resnet9 and airbench do')
+    if arch not in ('resnet9', 'airbench'):
+        raise UserError(f'whiten=True cannot be: {arch} has no convolution for it; resnet9 and airbench do')
     whiten(net[0][0], images)
     return net
 

@@ -70,7 +70,8 @@ def find_source(name:str, # A source, `imagenette`, `auto`, or `auto:NAME`
     "The source that `name` asks for (`auto` alone asks for imagenette)"
     given,name = name,(name[5:] if str(name).startswith('auto:') else 'imagenette' if name == 'auto' else name)
     if name == 'imagenette': name = 'imagenette-full' if (size or 320) > 224 and size else 'imagenette-320'
-    if name not in sources: raise UserError(unknown('data source', given, [*sources, 'imagenette', 'auto', 'auto:NAME']))
+    if name not in sources:
+        raise UserError(unknown('data source', given, [*sources, 'imagenette', 'auto', 'auto:NAME']))
     return sources[name]
 
 # %% ../../nbs/vision/01_sources.ipynb #6505e4ce
@@ -186,7 +187,8 @@ def load_photos_set(source, seed=42, **kwargs): # as for `load_source`; source: 
         print(f'Drawing the images of photos, once, into {folder.parent.name}/{folder.name} ...', file=sys.stderr, flush=True)
         build_folder(folder, make_photos, redo=folder.exists())
         m = _manifest(folder)
-    if not m: raise DataUnavailable(f'the images in {folder} are not as they were written: remove that folder and run again')
+    if not m:
+        raise DataUnavailable(f'the images in {folder} are not as they were written: remove that folder and run again')
     items = [Item(folder/k, list(shapes).index(k.split('/')[1])) for k in m['files']]
     return ImageSet(source, list(shapes), [o for o in items if o.x.parts[-3] == 'train'], [o for o in items if o.x.parts[-3] == 'valid'],
                     dict(fingerprint=m['fingerprint']))
@@ -202,11 +204,15 @@ def scan_folders(folder, # Holds `train/` and one of `val/`, `valid/`, `test/`, 
              for part in ('train', held)]
     classes = sorted({o.parent.name for o in found[0]})
     if not found[0] or not found[1] or len(classes) != (n_classes or len(classes)):
-        raise DataUnavailable(f'{folder} is not the set it should be: {len(found[0])} images of {len(classes)} classes in train, '
-                              f'{len(found[1])} in {held}{f", {n_classes} classes expected" if n_classes else ""}. Remove it to have it made anew')
+        raise DataUnavailable(f'{folder} is not the set it should be: '
+                              f'{len(found[0])} images of {len(classes)} classes in train, '
+                              f'{len(found[1])} in {held}{f", {n_classes} classes expected" if n_classes else ""}. '
+                              f'Remove it to have it made anew')
     number = {o: i for i,o in enumerate(classes)}
     extra = {o.parent.name for o in found[1]} - set(classes)
-    if extra: raise DataUnavailable(f'{folder/held} has a class that train lacks: {sorted(extra)[0]}. Remove {folder} to have it made anew')
+    if extra:
+        raise DataUnavailable(f'{folder/held} has a class that train lacks: {sorted(extra)[0]}. '
+                              f'Remove {folder} to have it made anew')
     return (classes, *([Item(o, number[o.parent.name]) for o in part] for part in found))
 
 # %% ../../nbs/vision/01_sources.ipynb #b32b32e2
