@@ -118,7 +118,8 @@ def hf_learner(dls, # `DataLoaders` of texts, with a tokenizer
     packed = getattr(dls.train, 'loader', None) == 'packed'
     _prepare(m, dls, task, attn, packed)
     if metrics is None: metrics = task.metrics()
-    learn = HFLearner(dls, m, loss_func=loss_func or task.loss_func(), metrics=metrics, splitter=splitter, lr=lr, train_bn=train_bn, **kwargs)
+    learn = HFLearner(dls, m, loss_func=loss_func or task.loss_func(), metrics=metrics, splitter=splitter, lr=lr,
+                      train_bn=train_bn, **kwargs)
     learn.task,learn.weights = task,m.source
     if packed: learn.add_cb(CheckPacked(task.per_token))
     task.bind(learn)
