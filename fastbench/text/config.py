@@ -116,7 +116,7 @@ def _folder(name, files):
     folder = Path(name)
     if not (folder/'config.json').is_file():
         raise DataUnavailable(f'{folder} has no config.json: '
-                              f'is it the folder of a model, as save_pretrained writes it?')
+                              'is it the folder of a model, as save_pretrained writes it?')
     if files and not any((folder/o).is_file() for o in files):
         old = next((o for o in _pickles if (folder/o).is_file()), None)
         raise _no_weights(folder, old)

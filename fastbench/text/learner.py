@@ -134,7 +134,7 @@ def _jsonable(task):
     except TypeError: pass
     raise UserError(f'the labels cannot be written as JSON (they are '
                     f'{type(task.vocab[0]).__name__ if task.vocab else "settings"}): '
-                    f'make them strings or whole numbers')
+                    'make them strings or whole numbers')
 
 def _cols(dls):
     cols = getattr(dls.train_ds, 'cols', None) or ('text',)
@@ -214,7 +214,7 @@ def load_hf_learner(folder, # What `export` wrote
     model = hf_model(folder, task.head, task.n_out, tok)
     if model.fresh:
         raise DataUnavailable(f'{folder/"model.safetensors"} lacks {len(model.fresh)} tensors ({model.fresh[0]}): '
-                              f'it is damaged, or of another task')
+                              'it is damaged, or of another task')
     tokens = BatchTokenizer(tok, info['max_length'], info['pad_to_multiple_of'])
     empty = TextDataset([], vocab=task.vocab, cols=info['cols'])
     dl = TextDL(empty, tokens, bs)

@@ -121,7 +121,7 @@ class MaskedLM(LanguageTask):
             if getattr(dl, 'finish', None) == self.finish: dl.finish = self.finish_same
         if self._tok.mask_token_id is None:
             raise UserError(f'{type(self._tok).__name__} has no mask token: '
-                            f'masked language modelling needs a tokenizer like BERT\'s; task="causal-lm" needs none')
+                            'masked language modelling needs a tokenizer like BERT\'s; task="causal-lm" needs none')
 
     def collate(self, tokenizer, examples, max_length=512):
         self._tok = tokenizer

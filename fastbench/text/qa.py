@@ -83,12 +83,12 @@ def windows(self:QuestionAnswering,
     t = tokenizer
     if not t.is_fast:
         raise UserError(f'{type(t).__name__} does not tell where in the text a token is: '
-                        f'question answering needs a fast tokenizer')
+                        'question answering needs a fast tokenizer')
     longest = max(len(t(q, add_special_tokens=False)['input_ids']) for q,*_ in examples)
     room = max_length-longest-t.num_special_tokens_to_add(pair=True)
     if room < 2:
         raise UserError(f'a question has {longest} tokens, and max_length={max_length} leaves no room for a context: '
-                        f'shorten it, or use a larger max_length')
+                        'shorten it, or use a larger max_length')
     enc = t([q for q,*_ in examples], [c or ' ' for _,c,*_ in examples], truncation='only_second', padding=True,
             max_length=max_length, stride=min(self.stride, room//2), return_overflowing_tokens=True,
             return_offsets_mapping=True, return_tensors='pt')

@@ -26,6 +26,7 @@ class TextSource:
     n: int|None = None # Texts that are generated
     words: str = 'prose' # How it is cut into words: 'prose', or 'split' at blanks, one line after another
 
+# %% ../../nbs/text/02_split.ipynb #7d01b20e
 @dataclass
 class Texts:
     "Texts with their labels, in two lists of the same length"
@@ -38,6 +39,7 @@ class Texts:
         "Those at `idxs`, in that order"
         return Texts(*(None if o is None else [o[i] for i in idxs] for o in (self.texts, self.labels, self.groups)))
 
+# %% ../../nbs/text/02_split.ipynb #d6ebbbca
 @dataclass
 class TextSet:
     "The texts of a source"
@@ -79,8 +81,9 @@ def read_text(path # A file in UTF-8
     try: return b.decode('utf-8-sig')
     except UnicodeDecodeError as e:
         raise UserError(f'{path} is no UTF-8 text: byte {b[e.start]:#04x} at position {e.start:,}. '
-                        f'Convert it (`iconv -t utf-8`) or remove it') from None
+                        'Convert it (`iconv -t utf-8`) or remove it') from None
 
+# %% ../../nbs/text/02_split.ipynb #be28b6c1
 def read_table(path, # A CSV file
                *cols, # Names of columns that it must have; numbers: a file without a line of names
     ): # DataFrame; cells that are empty are ''

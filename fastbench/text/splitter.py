@@ -76,7 +76,7 @@ def _parts(model):
     stacks = list(_stacks(base))
     if not stacks:
         raise UserError(f'{type(hf).__name__} has no stack of blocks: '
-                        f'pass a splitter of your own, a function from the model to lists of parameters')
+                        'pass a splitter of your own, a function from the model to lists of parameters')
     owner,ends = _owners(stacks)
     head = ends[-1]+1
     for name,p in base.named_parameters():
@@ -119,7 +119,7 @@ def layer_decay(model, # An `HFModel`, or a Learner with `splitter=layer_groups`
     "Rates that fall from layer to layer, towards the embeddings"
     if not 0 < decay <= 1:
         raise UserError(f'decay={decay!r} cannot be: the share of its rate that a layer passes on to the one below, '
-                        f'above 0 to 1')
+                        'above 0 to 1')
     learn = model if hasattr(model, 'splitter') and hasattr(model, 'opt_func') else None
     n = len(layer_groups(learn.model if learn else model))
     if learn:

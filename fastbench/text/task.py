@@ -182,7 +182,7 @@ class SequenceClassification(Task):
             raise UserError(unknown('kind of labels', kind, list(_losses)))
         if kind != 'regression' and (vocab is None or len(vocab) < (2 if kind == 'single' else 1)):
             raise UserError(f'the data has {len(vocab or ())} label ({", ".join(map(str, vocab or ()))}): '
-                            f'there is nothing to tell apart')
+                            'there is nothing to tell apart')
         self.vocab,self.kind,self.n = None if kind == 'regression' else list(vocab),kind,n
 
     @classmethod

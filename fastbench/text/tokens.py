@@ -65,7 +65,7 @@ class TokenClassification(Task):
         for i,(words,tags) in enumerate(examples):
             if isinstance(words, str) or len(words) != len(tags):
                 raise UserError(f'example {i} has {len(words)} words and {len(tags)} tags: '
-                                f'an example is a list of words and as many tags')
+                                'an example is a list of words and as many tags')
         return cls(sorted({t for _,tags in examples for t in tags}, key=lambda o: (o != 'O', o)))
 
     @classmethod
@@ -104,7 +104,7 @@ def encode(self:TokenClassification, tokenizer, # A fast tokenizer of transforme
     "The tokens of examples"
     if not tokenizer.is_fast:
         raise UserError(f'{type(tokenizer).__name__} does not tell which token is of which word: '
-                        f'token classification needs a fast tokenizer')
+                        'token classification needs a fast tokenizer')
     enc = tokenizer([_words(o) or [tokenizer.unk_token] for o in examples], is_split_into_words=True,
                     truncation=max_length is not None, max_length=max_length)
     at,res = {o: i for i,o in enumerate(self.vocab)},[]
