@@ -90,7 +90,10 @@ def call_hf(self:HFModel, x): # A `ModelOutput`
 
 # %% ../../nbs/text/11_hf.ipynb #3295d2ce
 @patch
-def logits(self:HFModel, out, x):
+def logits(self:HFModel, out, # Of `call_hf`
+           x, # Dict of the batch
+    ): # A tensor, or two for spans
+    "What the loss is computed of"
     if 'start_logits' not in out: return out.logits
     real = _real(x, out.start_logits.shape[1])
     return tuple(o.masked_fill(~real, torch.finfo(o.dtype).min) for o in (out.start_logits, out.end_logits))

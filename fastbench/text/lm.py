@@ -150,7 +150,10 @@ def _filled(learn, text):
 
 # %% ../../nbs/text/18_lm.ipynb #d63dbd8b
 @patch
-def targets(self:MaskedLM, x, salt=0):
+def targets(self:MaskedLM, x, # Dict of a batch
+            salt=0, # Added to the seed
+    ): # (x with hidden tokens, what they were)
+    "Hide tokens, and make them the targets"
     t,ids = self._tok,x['input_ids'].numpy()
     real,(u,kind,other),text = _draws(x, (self.seed ^ salt << 32) & 2**64-1)
     old = ids[real]

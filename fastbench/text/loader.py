@@ -76,10 +76,13 @@ class TextDL(ShowsTexts, TfmdDL):
 
 # %% ../../nbs/text/07_loader.ipynb #b41f5b16
 @patch(as_prop=True)
-def tokenizer(self:TextDL): return self.tokens.tokenizer
+def tokenizer(self:TextDL):
+    "The tokenizer of transformers"
+    return self.tokens.tokenizer
 
 @patch(as_prop=True)
 def mine(self:TextDL): # Numbers of texts in the order in which this rank drew them last
+    "The order of this rank"
     return getattr(self, '_order', None)
 
 # %% ../../nbs/text/07_loader.ipynb #ae3f83b3
