@@ -34,7 +34,7 @@ from fastbench.callback.cpu.keepmemory import KeepMemory
 from fastbench.callback.cpu.onednn import OneDNNLinear
 from fastbench.compare.paired import at_least, compare_pairs, time_rounds
 from fastbench.text.hf import hf_model
-from fastbench.text.order import epoch
+from fastbench.text.order import plan_epoch
 from fastbench.text.packed import fast_attention, packed_call
 from fastbench.text.reviews import review_lengths
 
@@ -72,7 +72,7 @@ def main():
     fast_attention(hf)
     vocab, rng = hf.config.vocab_size, np.random.default_rng(0)
     def cost(b, kind): return lengths[b].sum() if kind == 'packed' else lengths[b].max()*len(b)
-    orders = {k: sorted(epoch(lengths, k, 16, int(16*lengths.mean()), rng=rng), key=lambda b: cost(b, k)) for k in ('random', 'sorted', 'packed')}
+    orders = {k: sorted(plan_epoch(lengths, k, 16, int(16*lengths.mean()), rng=rng), key=lambda b: cost(b, k)) for k in ('random', 'sorted', 'packed')}
     cbs = dict(kept=KeepMemory(), onednn=OneDNNLinear())
     learn = Learner(DataLoaders([], []), hf, loss_func=noop)
     for cb in cbs.values(): cb.learn = learn

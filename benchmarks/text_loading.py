@@ -24,7 +24,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from fastbench.compare.paired import time_rounds
 from fastbench.text.data import hf_dls
-from fastbench.text.order import epoch
+from fastbench.text.order import plan_epoch
 from fastbench.text.sources import load_text_source, source_tokenizer
 
 torch.set_num_threads(1)
@@ -46,10 +46,10 @@ def orders(lengths):
     print('\nPadding of an epoch whose lengths are known, and what its order takes')
     rng = np.random.default_rng(0)
     peer = SortedDL(list(range(len(lengths))), sort_func=None, res=lengths.tolist(), bs=16, shuffle=True, num_workers=0)
-    rows = [('random', lambda: epoch(lengths, 'random', 16, rng=rng)),
+    rows = [('random', lambda: plan_epoch(lengths, 'random', 16, rng=rng)),
             ("fastai's SortedDL", lambda: chunks(list(peer.get_idxs()))),
             ("transformers' LengthGroupedSampler", lambda: chunks(list(LengthGroupedSampler(16, lengths=lengths.tolist())))),
-            *((f'ours, {o}', lambda o=o: epoch(lengths, o, 16, 16*256, rng)) for o in ('sorted', 'budget', 'packed'))]
+            *((f'ours, {o}', lambda o=o: plan_epoch(lengths, o, 16, 16*256, rng)) for o in ('sorted', 'budget', 'packed'))]
     found = {}
     for name, f in rows:
         t = time.perf_counter()

@@ -17,7 +17,7 @@ from fastbench.machine.download import DataUnavailable
 from fastbench.errors import UserError
 from fastbench.text.data import HFTextBlock, as_frame, hf_dls, labels_of
 from fastbench.text.loader import TextDataset, TextDL
-from fastbench.text.order import epoch, kinds
+from fastbench.text.order import kinds, plan_epoch
 from fastbench.text.tokenize import BatchTokenizer, TokenCache, find_tokenizer
 
 WORDS = [f'{a}{b}' for a in 'bdfgklmnprst' for b in 'aeiou']
@@ -61,7 +61,7 @@ def flat(batches): return sorted(o for b in batches for o in b)
 @given(st.lists(st.integers(1, 64), min_size=8, max_size=120), st.sampled_from(kinds), st.integers(1, 9), st.integers(1, 4), st.booleans(), st.integers(1, 5), st.integers(0, 99))
 def test_an_epoch_is_every_text_once(lengths, kind, bs, world, shuffle, window, seed):
     lengths = np.array(lengths)
-    ranks = [epoch(lengths, kind, bs, 64, np.random.default_rng(seed) if shuffle else None, window, rank=r, world_size=world) for r in range(world)]
+    ranks = [plan_epoch(lengths, kind, bs, 64, np.random.default_rng(seed) if shuffle else None, window, rank=r, world_size=world) for r in range(world)]
     assert sorted(i for r in ranks for b in r for i in b.tolist()) == list(range(len(lengths)))
     assert len({len(r) for r in ranks}) == 1 and all(len(b) for r in ranks for b in r)
     big = [b for r in ranks for b in r]
@@ -73,22 +73,22 @@ def test_an_epoch_is_every_text_once(lengths, kind, bs, world, shuffle, window, 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=50), st.integers(1, 9))
 def test_drop_last(lengths, bs):
     for kind in ('sorted', 'random'):
-        got = epoch(np.array(lengths), kind, bs, rng=np.random.default_rng(0), drop_last=True)
+        got = plan_epoch(np.array(lengths), kind, bs, rng=np.random.default_rng(0), drop_last=True)
         assert [len(o) for o in got] == [bs]*(len(lengths)//bs)
 
 
 def test_ranks_share_the_work():
     lengths = np.minimum(np.exp(np.random.default_rng(0).normal(5.4, .7, 4000)), 512).astype(int)
     for kind, most in (('sorted', 1.03), ('budget', 1.06), ('packed', 1.06)):
-        ranks = [epoch(lengths, kind, 16, 4096, np.random.default_rng(1), rank=r, world_size=4) for r in range(4)]
+        ranks = [plan_epoch(lengths, kind, 16, 4096, np.random.default_rng(1), rank=r, world_size=4) for r in range(4)]
         work = np.array([[lengths[b].sum() if kind == 'packed' else lengths[b].max()*len(b) for b in r] for r in ranks])
         assert work.max(0).sum() < most*work.mean(0).sum(), kind
 
 
 def test_unknown_kind_and_budget():
-    with pytest.raises(UserError, match="did you mean 'sorted'"): epoch([1], 'sortd')
-    with pytest.raises(UserError, match='text 1 alone has 9 tokens'): epoch([1, 9], 'packed', max_tokens=8)
-    with pytest.raises(UserError, match='need a number of tokens'): epoch([1, 9], 'budget')
+    with pytest.raises(UserError, match="did you mean 'sorted'"): plan_epoch([1], 'sortd')
+    with pytest.raises(UserError, match='text 1 alone has 9 tokens'): plan_epoch([1, 9], 'packed', max_tokens=8)
+    with pytest.raises(UserError, match='need a number of tokens'): plan_epoch([1, 9], 'budget')
 
 
 # the loader

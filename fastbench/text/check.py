@@ -32,12 +32,25 @@ def _probe(model, n): # n: tokens of each text
     real = bounds.pad(torch.ones_like(ids))
     return packed,dict(input_ids=bounds.pad(ids, _fill(model, 'input_ids')), attention_mask=real),bounds
 
+# %% ../../nbs/text/12_check.ipynb #c39b3b48
 def _close(got, want, tol):
     "Equal but for rounding, which grows with the largest value"
     if want.shape != got.shape: return False
     got,want = got.float(),want.float()
     return torch.allclose(want, got, rtol=tol, atol=tol*max(1e-3, want.abs().max().item()))
 
+# %% ../../nbs/text/12_check.ipynb #4f1d607f
+def _agrees(model, probe, per_token, tol):
+    "Does `model` give the same for a probe packed and padded?"
+    packed,padded,bounds = probe
+    out = model(**padded)
+    want,got = out[0],packed_call(model, packed, per_token)[0]
+    if per_token: want = want.flatten(0, 1)[bounds.place][None]
+    elif 'start_logits' in out:  # nobody asks what padding says
+        want,got = (o.flatten()[bounds.place] for o in (want, got))
+    return _close(got, want, tol)
+
+# %% ../../nbs/text/12_check.ipynb #ad77307e
 @torch.no_grad()
 def check_packed(model, # A model of transformers, best after `fast_attention`
                  per_token:bool=False, # As for `packed_call`
@@ -54,13 +67,7 @@ def check_packed(model, # A model of transformers, best after `fast_attention`
         if 'position_ids' not in _names(type(model.base_model)):
             why = f'{name} takes no position_ids, which packed batches need'
             raise ValueError
-        for packed,padded,bounds in probes:
-            out = model(**padded)
-            want,got = out[0],packed_call(model, packed, per_token)[0]
-            if per_token: want = want.flatten(0, 1)[bounds.place][None]
-            elif 'start_logits' in out:  # nobody asks what padding says
-                want,got = (o.flatten()[bounds.place] for o in (want, got))
-            if not _close(got, want, tol): raise ValueError
+        if not all(_agrees(model, o, per_token, tol) for o in probes): raise ValueError
     except UserError: raise
     except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as e:
         if where and str(e): why += f' ({str(e).splitlines()[0]})'
@@ -134,7 +141,8 @@ def check_padding(model, # An `HFModel`
         lost = not _same_beside(model, not left)
     finally: model.train(training)
     said = f'{name} gives a text another answer in each batch'
-    if lost: warnings.warn(f'{said}, on whichever side it is padded: compare accuracies at one batch size only', stacklevel=3)
-    else: raise UserError(f"the tokenizer pads on the {side}, and there {said} (its head reads the {'first' if left else 'last'} place): "
-                          f"set tokenizer.padding_side='{other}' before the data are loaded")
+    at = 'first' if left else 'last'
+    if not lost: raise UserError(f"the tokenizer pads on the {side}, and there {said} (its head reads the {at} place): "
+                                 f"set tokenizer.padding_side='{other}' before the data are loaded")
+    warnings.warn(f'{said}, on whichever side it is padded: compare accuracies at one batch size only', stacklevel=3)
     return model

@@ -26,30 +26,63 @@ from .loader import TextDL
 from .tokenize import BatchTokenizer
 
 # %% ../../nbs/text/13_data.ipynb #07c6a449
-_readers = {'.csv': pd.read_csv, '.tsv': lambda f: pd.read_csv(f, sep='\t'), '.parquet': pd.read_parquet, '.jsonl': lambda f: pd.read_json(f, lines=True),
-            '.json': pd.read_json}
+_readers = {'.csv': pd.read_csv, '.tsv': lambda f: pd.read_csv(f, sep='\t'), '.parquet': pd.read_parquet,
+            '.jsonl': lambda f: pd.read_json(f, lines=True), '.json': pd.read_json}
 _held = 'valid val validation test'.split()
+
+def _not_utf8(file, e, do): return UserError(f'{file} is not UTF-8 ({e.reason} at byte {e.start}): {do}')
 
 def _read(file):
     try: return _readers[file.suffix.lower()](file)
     except KeyError: raise UserError(f'{file} cannot be read: its name ends in none of {", ".join(_readers)}') from None
-    except UnicodeDecodeError as e: raise UserError(f'{file} is not UTF-8 ({e.reason} at byte {e.start}): convert it (iconv), or read it with pd.read_csv(file, encoding=...)') from None
-    except ValueError as e: raise UserError(f'{file} cannot be read: {str(e).splitlines()[0]}') from None  # an empty file, bad JSON
+    except UnicodeDecodeError as e:
+        raise _not_utf8(file, e, 'convert it (iconv), or read it with pd.read_csv(file, encoding=...)') from None
+    except ValueError as e:  # an empty file, bad JSON
+        raise UserError(f'{file} cannot be read: {str(e).splitlines()[0]}') from None
 
+# %% ../../nbs/text/13_data.ipynb #c348d719
 def _text_of(file):
     try: return file.read_text('utf-8')
-    except UnicodeDecodeError as e: raise UserError(f'{file} is not UTF-8 ({e.reason} at byte {e.start}): convert it (iconv) or remove it') from None
+    except UnicodeDecodeError as e: raise _not_utf8(file, e, 'convert it (iconv) or remove it') from None
 
 def _folder(folder, text_col, label_col):
     files = sorted(o for o in folder.rglob('*.txt') if o.parent != folder)
-    if not files: raise DataUnavailable(f'{folder} has no texts: they are files such as train/LABEL/1.txt or LABEL/1.txt')
+    if not files:
+        raise DataUnavailable(f'{folder} has no texts: they are files such as train/LABEL/1.txt or LABEL/1.txt')
     part = [o.relative_to(folder).parts[0] for o in files]
     split = 'train' in part and any(o in part for o in _held)
-    df = pd.DataFrame({text_col: map(_text_of, files), label_col: [o.parent.name for o in files], 'part': part if split else 'train'})
+    labels = [o.parent.name for o in files]
+    df = pd.DataFrame({text_col: map(_text_of, files), label_col: labels, 'part': part if split else 'train'})
     df = df[df.part.isin(['train', *_held]) & (df[label_col] != 'unsup')] if split else df
     return df.drop(columns='part'),(df.part != 'train').to_numpy() if split else None
 
 # %% ../../nbs/text/13_data.ipynb #e8455842
+def _frame(values, names, n):
+    "Columns of values, the first `n` of them kept as they are: what is no text is yet to be found"
+    cols = enumerate(zip(names, values))
+    return pd.DataFrame({k: pd.Series(v, dtype=object if i < n else None) for i,(k,v) in cols})
+
+def _rows(rows, cols, label_col):
+    "The table of a list: of dicts, of texts, or of tuples of texts and a label"
+    if rows and isinstance(rows[0], dict): return pd.DataFrame(rows)
+    if not rows or not isinstance(rows[0], (tuple, list)): return _frame([rows], cols[:1], 1)
+    return _frame(zip_longest(*rows), [*cols, label_col], len(cols))
+
+
+# %% ../../nbs/text/13_data.ipynb #79493d04
+def _dataset(data, label_col):
+    "The table of a `datasets.Dataset`"
+    df,named = data.to_pandas(),getattr(getattr(data, 'features', {}).get(label_col), 'names', None)
+    return df.assign(**{label_col: pd.Categorical.from_codes(df[label_col], named)}) if named else df
+
+def _dataset_dict(data, text_col, label_col):
+    "The tables of training and validation in one, and which rows are for validation"
+    part = next((o for o in ('validation', *_held) if o in data), None)
+    frames = [as_frame(data[o], text_col, label_col)[0] for o in (['train', part] if part else ['train'])]
+    df = pd.concat(frames, ignore_index=True)
+    return df,np.repeat([False, True][:len(frames)], list(map(len, frames))) if part else None
+
+# %% ../../nbs/text/13_data.ipynb #aa98bcd5
 def as_frame(data, # A DataFrame, a file, a folder, a list, a `datasets.Dataset` or `DatasetDict`
              text_col='text', # Column of the texts; two for pairs
              label_col='label', # Column of the labels
@@ -61,24 +94,48 @@ def as_frame(data, # A DataFrame, a file, a folder, a list, a `datasets.Dataset`
         path = Path(data)
         if not path.exists(): raise DataUnavailable(f'{path} is not there: no such file or folder')
         return _folder(path, cols[0], label_col) if path.is_dir() else (_read(path), None)
-    if hasattr(data, 'column_names') and isinstance(data, dict):
-        part = next((o for o in ('validation', *_held) if o in data), None)
-        names = ['train', part] if part else ['train']
-        frames = [as_frame(data[o], text_col, label_col)[0] for o in names]
-        return pd.concat(frames, ignore_index=True),np.repeat([False, True][:len(frames)], list(map(len, frames))) if part else None
-    if hasattr(data, 'to_pandas'):
-        df,named = data.to_pandas(),getattr(getattr(data, 'features', {}).get(label_col), 'names', None)
-        return (df.assign(**{label_col: pd.Categorical.from_codes(df[label_col], named)}) if named else df),None
-    rows = list(data)
-    if rows and isinstance(rows[0], dict): return pd.DataFrame(rows),None
-    if not rows or not isinstance(rows[0], (tuple, list)): return _frame([rows], cols[:1], 1),None
-    return _frame(zip_longest(*rows), [*cols, label_col], len(cols)),None
-
-def _frame(values, names, n):
-    "Columns of values, the first `n` of them kept as they are: what is no text is yet to be found"
-    return pd.DataFrame({k: pd.Series(v, dtype=object if i < n else None) for i,(k,v) in enumerate(zip(names, values))})
+    if hasattr(data, 'column_names') and isinstance(data, dict): return _dataset_dict(data, text_col, label_col)
+    if hasattr(data, 'to_pandas'): return _dataset(data, label_col),None
+    return _rows(list(data), cols, label_col),None
 
 # %% ../../nbs/text/13_data.ipynb #e4a00534
+def _number(at, o, row):
+    if o in at: return at[o]
+    raise UserError(f'row {row} has the label {o!r}, which no row for training has: '
+                    'check its spelling, or move such rows to the training')
+
+def _labelled(df, cols):
+    "An error where a column or a label is missing"
+    for o in cols:
+        if o not in df.columns: raise UserError(unknown('column', o, list(map(str, df.columns))))
+    bad = df[cols].isna().any(axis=1).to_numpy()
+    if bad.any():
+        raise UserError(f'row {int(bad.argmax())} has no label in column {cols[0]}: drop that row, or label it')
+
+
+# %% ../../nbs/text/13_data.ipynb #0e93ca37
+def _several(col, train, delim):
+    "Labels of texts that have several, and their names"
+    sets = [[p for p in o.split(delim) if p] if delim else list(o) for o in col]
+    vocab = sorted({p for o,t in zip(sets, train) if t for p in o})
+    at = {o: i for i,o in enumerate(vocab)}
+    y = torch.zeros(len(sets), len(vocab))
+    for i,o in enumerate(sets):
+        for p in o: y[i, _number(at, p, i)] = 1
+    return y,vocab
+
+# %% ../../nbs/text/13_data.ipynb #e7fc9369
+def _one_each(col, train):
+    "Labels of texts that have one, and their names"
+    if isinstance(col.dtype, pd.CategoricalDtype): vocab = list(col.cat.categories)
+    else: vocab = sorted(col[train].unique().tolist(), key=lambda o: (str(type(o)), o))
+    if len(vocab) < 2:
+        only = vocab[0] if vocab else 'none'
+        raise UserError(f'column {col.name} has one label only ({only}): there is nothing to tell apart')
+    at = {o: i for i,o in enumerate(vocab)}
+    return torch.tensor([_number(at, o, i) for i,o in enumerate(col.tolist())]),vocab
+
+# %% ../../nbs/text/13_data.ipynb #57e51a87
 def labels_of(df, # A DataFrame
               label_col, # Column of the labels; several: one of numbers for each
               train, # Which rows are for training
@@ -86,31 +143,51 @@ def labels_of(df, # A DataFrame
     )->tuple: # a tensor of labels, their names (None for numbers), and 'single', 'multi' or 'regression'
     "The labels of a table"
     cols = [label_col] if isinstance(label_col, str) else list(label_col)
-    for o in cols:
-        if o not in df.columns: raise UserError(unknown('column', o, list(map(str, df.columns))))
-    if (bad := df[cols].isna().any(axis=1).to_numpy()).any(): raise UserError(f'row {int(bad.argmax())} has no label in column {cols[0]}: drop that row, or label it')
+    _labelled(df, cols)
     if len(cols) > 1:
         y = torch.tensor(df[cols].to_numpy(np.float32))
         return y,cols,('multi' if set(y.unique().tolist()) <= {0, 1} else 'regression')
     col = df[cols[0]]
-    if pd.api.types.is_float_dtype(col) and (col % 1 != 0).any(): return torch.tensor(col.to_numpy(np.float32)),None,'regression'
+    if pd.api.types.is_float_dtype(col) and (col % 1 != 0).any():
+        return torch.tensor(col.to_numpy(np.float32)),None,'regression'
     if delim or (len(col) and isinstance(col.iloc[0], (list, tuple, set, np.ndarray))):
-        sets = [[p for p in o.split(delim) if p] if delim else list(o) for o in col]
-        vocab = sorted({p for o,t in zip(sets, train) if t for p in o})
-        at = {o: i for i,o in enumerate(vocab)}
-        y = torch.zeros(len(sets), len(vocab))
-        for i,o in enumerate(sets):
-            for p in o: y[i, _number(at, p, i)] = 1
-        return y,vocab,'multi'
-    if isinstance(col.dtype, pd.CategoricalDtype): vocab = list(col.cat.categories)
-    else: vocab = sorted(col[train].unique().tolist(), key=lambda o: (str(type(o)), o))
-    if len(vocab) < 2: raise UserError(f'column {cols[0]} has one label only ({vocab[0] if vocab else "none"}): there is nothing to tell apart')
-    at = {o: i for i,o in enumerate(vocab)}
-    return torch.tensor([_number(at, o, i) for i,o in enumerate(col.tolist())]),vocab,'single'
+        return *_several(col, train, delim),'multi'
+    return *_one_each(col, train),'single'
 
-def _number(at, o, row):
-    if o not in at: raise UserError(f'row {row} has the label {o!r}, which no row for training has: check its spelling, or move such rows to the training')
-    return at[o]
+# %% ../../nbs/text/13_data.ipynb #12732a79
+def _column(df, name):
+    if name not in df.columns: raise UserError(unknown('column', name, list(map(str, df.columns))))
+    return df[name].to_numpy(bool)
+
+def _drawn(n, share, seed):
+    "`share` of `n` rows, at least one and never all"
+    if not 0 < share < 1 or n < 2:
+        raise UserError(f'valid_pct={share!r} of {n} texts cannot be: '
+                        'it is a share between 0 and 1, of two texts at least')
+    held = np.zeros(n, bool)
+    held[np.random.default_rng(seed).permutation(n)[:min(n-1, max(1, round(n*share)))]] = True
+    return held
+
+def _split_frame(data, valid, text_col, label_col, valid_pct, seed):
+    "The table of all texts, and which of them are for validation"
+    df,held = as_frame(data, text_col, label_col)
+    if isinstance(valid, str): held = _column(df, valid)
+    elif valid is not None:
+        more = as_frame(valid, text_col, label_col)[0]
+        df,held = pd.concat([df, more], ignore_index=True),np.arange(len(df)+len(more)) >= len(df)
+    return df.reset_index(drop=True),_drawn(len(df), valid_pct, seed) if held is None else held
+
+# %% ../../nbs/text/13_data.ipynb #2d09e903
+def _token_budget(loader, max_tokens, bs, max_length):
+    if max_tokens is not None or loader not in ('budget', 'packed'): return max_tokens
+    return bs*(max_length or 512)//2
+
+def _described(held, vocab, bt, **kwargs):
+    "The `info` of `hf_dls`"
+    n,t = int(held.sum()),bt.tokenizer
+    return dict(n_train=len(held)-n, n_valid=n, n_classes=None if vocab is None else len(vocab), **kwargs,
+                max_length=bt.max_length, pad_fallback=getattr(t, 'pad_fallback', None),
+                tokenizer=Path(t.name_or_path).name or type(t).__name__)
 
 # %% ../../nbs/text/13_data.ipynb #3c728fd2
 def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folder of texts, a list, a `datasets.Dataset`
@@ -132,39 +209,24 @@ def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folde
            **kwargs, # For `TextDL`: window, cache, rank, world_size, drop_last, ...
     )->DataLoaders: # With `info`: sizes and all settings in effect
     "`DataLoaders` of any texts"
-    df,held = as_frame(data, text_col, label_col or 'label')
-    if isinstance(valid, str): df,held = df,_column(df, valid)
-    elif valid is not None:
-        more = as_frame(valid, text_col, label_col or 'label')[0]
-        df,held = pd.concat([df, more], ignore_index=True),np.arange(len(df)+len(more)) >= len(df)
-    df = df.reset_index(drop=True)
-    if held is None: held = _drawn(len(df), valid_pct, seed)
+    df,held = _split_frame(data, valid, text_col, label_col or 'label', valid_pct, seed)
     cols = [text_col] if isinstance(text_col, str) else list(text_col)
     texts = check_texts(texts_of(df, cols), cols[0])
-    if label_col is None: y,vocab,kind = None,None,'none'
-    else: y,vocab,kind = labels_of(df, label_col, ~held, label_delim)
-    bt = tokenizer if isinstance(tokenizer, BatchTokenizer) else BatchTokenizer(tokenizer, max_length, pad_to_multiple_of)
-    n = int((~held).sum())
-    if workers is None: workers = int(n >= 2000 and worker_cores() > 1)
-    if max_tokens is None and loader in ('budget', 'packed'): max_tokens = bs*(bt.max_length or 512)//2
-    def part(keep): return TextDataset([o for o,k in zip(texts, keep) if k], None if y is None else y[torch.from_numpy(np.flatnonzero(keep))], vocab, None, cols)
-    train = TextDL(part(~held), bt, bs, loader, max_tokens, shuffle=True, seed=seed, num_workers=workers, finish=finish, **kwargs)
+    y,vocab,kind = (None, None, 'none') if label_col is None else labels_of(df, label_col, ~held, label_delim)
+    is_bt = isinstance(tokenizer, BatchTokenizer)
+    bt = tokenizer if is_bt else BatchTokenizer(tokenizer, max_length, pad_to_multiple_of)
+    if workers is None: workers = int((~held).sum() >= 2000 and worker_cores() > 1)
+    max_tokens = _token_budget(loader, max_tokens, bs, bt.max_length)
+    def part(keep):
+        at = np.flatnonzero(keep)
+        return TextDataset([texts[i] for i in at], None if y is None else y[torch.from_numpy(at)], vocab, None, cols)
+    train = TextDL(part(~held), bt, bs, loader, max_tokens, shuffle=True, seed=seed, num_workers=workers,
+                   finish=finish, **kwargs)
     dls = DataLoaders(train, train.new(part(held), shuffle=False, drop_last=False))
     dls.to(default_device() if device is None else torch.device(device))
-    dls.info = dict(n_train=n, n_valid=int(held.sum()), n_classes=len(vocab) if vocab is not None else None, labels=kind, bs=bs, loader=loader, max_tokens=max_tokens,
-                    max_length=bt.max_length, workers=workers, seed=seed, pad_fallback=getattr(bt.tokenizer, 'pad_fallback', None), tokenizer=Path(bt.tokenizer.name_or_path).name or type(bt.tokenizer).__name__)
+    dls.info = _described(held, vocab, bt, labels=kind, bs=bs, loader=loader, max_tokens=max_tokens,
+                          workers=workers, seed=seed)
     return dls
-
-# %% ../../nbs/text/13_data.ipynb #e3647ac6
-def _column(df, name):
-    if name not in df.columns: raise UserError(unknown('column', name, list(map(str, df.columns))))
-    return df[name].to_numpy(bool)
-
-def _drawn(n, share, seed):
-    if not 0 < share < 1 or n < 2: raise UserError(f'valid_pct={share!r} of {n} texts cannot be: it is a share between 0 and 1, of two texts at least')
-    held = np.zeros(n, bool)
-    held[np.random.default_rng(seed).permutation(n)[:min(n-1, max(1, round(n*share)))]] = True
-    return held
 
 # %% ../../nbs/text/13_data.ipynb #980270e8
 class _AsText(Transform):
@@ -185,4 +247,5 @@ def HFTextBlock(tokenizer, # A tokenizer of transformers, a hub name or a folder
     )->TransformBlock:
     "Texts, or pairs of texts, for a `DataBlock`"
     bt = BatchTokenizer(tokenizer, max_length, pad_to_multiple_of)
-    return TransformBlock(type_tfms=_AsText(), dl_type=TextDL, dls_kwargs=dict(tokenizer=bt, loader=loader, max_tokens=max_tokens, **kwargs))
+    dls_kwargs = dict(tokenizer=bt, loader=loader, max_tokens=max_tokens, **kwargs)
+    return TransformBlock(type_tfms=_AsText(), dl_type=TextDL, dls_kwargs=dls_kwargs)

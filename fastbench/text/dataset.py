@@ -9,21 +9,26 @@ __all__ = ['check_texts', 'TextDataset', 'texts_of', 'text_table', 'ShowsTexts']
 import pandas as pd
 import torch
 from fastai.data.core import display_df
+from fastcore.basics import patch
 
 from ..errors import UserError, unknown
 
 # %% ../../nbs/text/04_dataset.ipynb #d767f073
+def _is_pair(o): return isinstance(o, (tuple, list)) and len(o) == 2 and all(isinstance(p, str) for p in o)
+
 def check_texts(texts, # Texts, or pairs of texts
                 name='text', # What to call them in an error: a column
     )->list: # The same
     "Fail with the row where something is no text"
-    ok = (str, tuple, list)
+
     for i,o in enumerate(texts):
         if type(o) is str:
             if o.isascii(): continue
             try: o.encode()
-            except UnicodeEncodeError: raise UserError(f'row {i} of {name} is no valid text: it holds half a character ({o[:40]!r}). Was the file read with another encoding?') from None
-        elif not isinstance(o, ok) or not isinstance(o, str) and (len(o) != 2 or not all(isinstance(p, str) for p in o)):
+            except UnicodeEncodeError:
+                raise UserError(f'row {i} of {name} is no valid text: it holds half a character ({o[:40]!r}). '
+                                'Was the file read with another encoding?') from None
+        elif not isinstance(o, str) and not _is_pair(o):
             raise UserError(f'row {i} of {name} is {o!r}, no text: drop that row (df.dropna), or fill it')
     return texts
 
@@ -39,8 +44,10 @@ class TextDataset:
         cols=None, # The columns that texts were taken from, for more of the kind
     ):
         if isinstance(texts, str): raise UserError('texts is one string: give a list of them')
-        self.texts,self.y,self.vocab,self.cols = list(texts) if name is None else check_texts(list(texts), name),y,vocab,cols
-        if y is not None and len(y) != len(self.texts): raise UserError(f'{len(self.texts)} texts and {len(y)} labels: there must be one for each')
+        self.texts = list(texts) if name is None else check_texts(list(texts), name)
+        self.y,self.vocab,self.cols = y,vocab,cols
+        if y is not None and len(y) != len(self.texts):
+            raise UserError(f'{len(self.texts)} texts and {len(y)} labels: there must be one for each')
 
     def __len__(self): return len(self.texts)
     def __getitem__(self, i): return (self.texts[i],) if self.y is None else (self.texts[i], self.y[i])
@@ -51,6 +58,7 @@ class TextDataset:
         if isinstance(items, pd.DataFrame): items = texts_of(items, self.cols or ('text',))
         return TextDataset([items] if isinstance(items, str) else list(items), vocab=self.vocab, cols=self.cols)
 
+# %% ../../nbs/text/04_dataset.ipynb #1c71496d
 def texts_of(df, # A DataFrame
              cols, # The column of the texts, or two for pairs
     )->list:
@@ -69,6 +77,7 @@ def text_table(columns, # Name -> values, a list
     def short(o): return o[:width] + ' …' if isinstance(o, str) and len(o) > width else o
     return pd.DataFrame({k: [short(o) for o in v] for k,v in columns.items()})
 
+# %% ../../nbs/text/04_dataset.ipynb #bcb3fec4
 class ShowsTexts:
     "A loader that shows its batches as a table; `columns` says what of"
     def columns(self, b, # A batch
@@ -83,21 +92,25 @@ class ShowsTexts:
         if show: display_df(df)
         else: return df
 
-    def show_batch(self, b=None, # A batch; None: the next
-                   max_n:int=9, # Examples at most
-                   width:int=200, # Characters of a text that are shown
-                   show:bool=True, # False: only give the table
-                   **kwargs # For fastai
-        ): # A DataFrame
-        "Texts and targets of a batch"
-        return self._show(self.one_batch() if b is None else b, None, max_n, width, show)
+# %% ../../nbs/text/04_dataset.ipynb #ef4a13e4
+@patch
+def show_batch(self:ShowsTexts, b=None, # A batch; None: the next
+               max_n:int=9, # Examples at most
+               width:int=200, # Characters of a text that are shown
+               show:bool=True, # False: only give the table
+               **kwargs # For fastai
+    ): # A DataFrame
+    "Texts and targets of a batch"
+    return self._show(self.one_batch() if b is None else b, None, max_n, width, show)
 
-    def show_results(self, b, # A batch
-                     out, # Its decoded predictions
-                     max_n:int=9, # Examples at most
-                     width:int=200, # Characters of a text that are shown
-                     show:bool=True, # False: only give the table
-                     **kwargs # For fastai
-        ): # A DataFrame
-        "Texts, targets and predictions of a batch"
-        return self._show(b, out, max_n, width, show)
+# %% ../../nbs/text/04_dataset.ipynb #85abdd19
+@patch
+def show_results(self:ShowsTexts, b, # A batch
+                 out, # Its decoded predictions
+                 max_n:int=9, # Examples at most
+                 width:int=200, # Characters of a text that are shown
+                 show:bool=True, # False: only give the table
+                 **kwargs # For fastai
+    ): # A DataFrame
+    "Texts, targets and predictions of a batch"
+    return self._show(b, out, max_n, width, show)

@@ -12,15 +12,20 @@ from pathlib import Path
 from ..machine.download import DataUnavailable
 
 # %% ../../nbs/text/00_docstrings.ipynb #56ceb115
-packages = dict(huggingface_hub='huggingface-hub', matplotlib='matplotlib', networkx='networkx', numpy='numpy', pandas='pandas', scipy='scipy',
-                sklearn='scikit-learn', sympy='sympy', torch='torch', transformers='transformers') # Module -> distribution
+packages = dict( # Module -> distribution
+    huggingface_hub='huggingface-hub', matplotlib='matplotlib', networkx='networkx', numpy='numpy', pandas='pandas',
+    scipy='scipy', sklearn='scikit-learn', sympy='sympy', torch='torch', transformers='transformers')
 
+
+# %% ../../nbs/text/00_docstrings.ipynb #57530e1b
 def package_versions()->dict: # Module -> version
     "The versions of the packages that `docstrings` reads"
     from importlib.metadata import PackageNotFoundError, version
     def f(dist):
         try: return version(dist)
-        except PackageNotFoundError: raise DataUnavailable(f"data='docstrings' reads the source of {dist}, which is not installed: `pip install {dist}`; "
+        except PackageNotFoundError:
+            raise DataUnavailable(f"data='docstrings' reads the source of {dist}, which is not installed: "
+                                  f"`pip install {dist}`; "
                                                            "data='reviews' needs nothing") from None
     return {k: f(v) for k,v in packages.items()}
 
@@ -51,6 +56,11 @@ def package_docstrings(module:str, # Name of an installed package
         if len(res) >= 3*cap: break
     return sorted(res.values(), key=key)[:cap]
 
+# %% ../../nbs/text/00_docstrings.ipynb #ba5bea99
+def _runs(text, h):
+    ws = re.findall(r'\w+', text.lower())
+    return {h(' '.join(ws[i:i+4]).encode()) for i in range(max(1, len(ws)-3))}
+
 # %% ../../nbs/text/00_docstrings.ipynb #0c477292
 def group_texts(texts, # Strings
                 near=.5, # Share of the runs of four words, of both together, from which on two texts belong together
@@ -70,10 +80,6 @@ def group_texts(texts, # Strings
         mins = ((h[:,None]*a+b) % np.uint64(2**31-1)).min(0)
         for k in range(16):
             j = seen.setdefault((k, mins[3*k:3*k+3].tobytes()), i)
-            if top(i) != top(j) and len(o & runs[j]) >= near*len(o | runs[j]): lead[max(top(i), top(j))] = min(top(i), top(j))
+            low,high = sorted((top(i), top(j)))
+            if low != high and len(o & runs[j]) >= near*len(o | runs[j]): lead[high] = low
     return [top(i) for i in range(len(texts))]
-
-# %% ../../nbs/text/00_docstrings.ipynb #ba5bea99
-def _runs(text, h):
-    ws = re.findall(r'\w+', text.lower())
-    return {h(' '.join(ws[i:i+4]).encode()) for i in range(max(1, len(ws)-3))}

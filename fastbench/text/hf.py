@@ -23,16 +23,19 @@ from .packed import first_position, packed_call, set_apart
 from .tokenize import pad_is_word, pad_with_end
 
 # %% ../../nbs/text/11_hf.ipynb #26f9a862
+_places = re.compile(r'(^|\.)(wpe|position_embeddings?|embed_positions)$')
+
 def max_positions(model # A `nn.Module`
     )->int|None: # Tokens; None where positions are relative and any length will do
     "The longest text that a model has positions for"
     res = []
     for name,m in model.named_modules():
-        if not isinstance(m, nn.Embedding) or not re.search(r'(^|\.)(wpe|position_embeddings?|embed_positions)$', name): continue
+        if not isinstance(m, nn.Embedding) or not _places.search(name): continue
         used = m.padding_idx+1 if m.padding_idx is not None else getattr(m, 'offset', 0)
         res.append(m.num_embeddings - used)
     return min(res, default=None)
 
+# %% ../../nbs/text/11_hf.ipynb #99a3528b
 def _takes(hf):
     names = set(inspect.signature(hf.forward).parameters) - {'labels', 'kwargs', 'return_dict'}
     c = hf.config
@@ -58,31 +61,42 @@ class HFModel(nn.Module):
         ): # Logits
         "The logits of a batch"
         n = x['input_ids'].shape[1]
-        if self.max_length is not None and n > self.max_length and 'position_ids' not in x: raise UserError(_too_long(self, n))
+        if self.max_length is not None and n > self.max_length and 'position_ids' not in x: raise _too_long(self, n)
         return self.logits(self.call_hf(x), x)
 
-    def call_hf(self, x): # A `ModelOutput`
-        "The model's own call, or the packed one"
-        if 'cu_seq_lens' in x: return packed_call(self.hf, {k: v for k,v in x.items() if k in self.takes or k in _layout}, self.per_token)
-        x = {k: v for k,v in x.items() if k in self.takes}
-        if 'attention_mask' in x:
-            if self.pad_is_word: x = self.told_apart(x)
-            if self.pads_left: x = self.counted(x)
-        return self.hf(**x, **self.more)
-
-    def logits(self, out, x):
-        if 'start_logits' not in out: return out.logits
-        real = _real(x, out.start_logits.shape[1])
-        return tuple(o.masked_fill(~real, torch.finfo(o.dtype).min) for o in (out.start_logits, out.end_logits))
-
+# %% ../../nbs/text/11_hf.ipynb #6c317e3d
 def _real(x, width):
     "Which places of the padded layout hold a token"
     if 'cu_seq_lens' in x: return torch.arange(width, device=x['cu_seq_lens'].device) < x['cu_seq_lens'].diff()[:,None]
     return x['attention_mask'].bool() if 'attention_mask' in x else torch.ones_like(x['input_ids'], dtype=torch.bool)
 
+# %% ../../nbs/text/11_hf.ipynb #0b39dc93
 def _too_long(model, n):
-    return (f'a text has {n} tokens, and {type(model.hf).__name__} has positions for {model.max_length}: load the data with max_length={model.max_length} '
-            '(longer texts are cut)')
+    name,most = type(model.hf).__name__,model.max_length
+    return UserError(f'a text has {n} tokens, and {name} has positions for {most}: '
+                     f'load the data with max_length={most} (longer texts are cut)')
+
+# %% ../../nbs/text/11_hf.ipynb #1ac6eb4c
+@patch
+def call_hf(self:HFModel, x): # A `ModelOutput`
+    "The model's own call, or the packed one"
+    if 'cu_seq_lens' in x:
+        return packed_call(self.hf, {k: v for k,v in x.items() if k in self.takes or k in _layout}, self.per_token)
+    x = {k: v for k,v in x.items() if k in self.takes}
+    if 'attention_mask' in x:
+        if self.pad_is_word: x = self.told_apart(x)
+        if self.pads_left: x = self.counted(x)
+    return self.hf(**x, **self.more)
+
+# %% ../../nbs/text/11_hf.ipynb #3295d2ce
+@patch
+def logits(self:HFModel, out, # Of `call_hf`
+           x, # Dict of the batch
+    ): # A tensor, or two for spans
+    "What the loss is computed of"
+    if 'start_logits' not in out: return out.logits
+    real = _real(x, out.start_logits.shape[1])
+    return tuple(o.masked_fill(~real, torch.finfo(o.dtype).min) for o in (out.start_logits, out.end_logits))
 
 # %% ../../nbs/text/11_hf.ipynb #d97d2a6f
 @patch
@@ -90,8 +104,10 @@ def told_apart(self:HFModel, x # Keys of a padded batch
     )->dict: # The same
     "A batch in which real tokens are no padding to the head, nor to the count of positions"
     res,mask = dict(x),x['attention_mask']
-    if not self.config.is_encoder_decoder: res['input_ids'] = torch.where(mask.bool(), set_apart(x['input_ids'], self.config.pad_token_id), x['input_ids'])
-    if (first := first_position(self.hf.base_model)) and 'position_ids' in self.takes: res['position_ids'] = mask.cumsum(1)*mask + first-1
+    if not self.config.is_encoder_decoder:
+        res['input_ids'] = torch.where(mask.bool(), set_apart(x['input_ids'], self.config.pad_token_id), x['input_ids'])
+    first = first_position(self.hf.base_model)
+    if first and 'position_ids' in self.takes: res['position_ids'] = mask.cumsum(1)*mask + first-1
     return res
 
 def _given_back(module, args, kwargs):
@@ -122,11 +138,15 @@ def counted(self:HFModel, x # Keys of a padded batch
 def supports_gradient_checkpointing(self:HFModel):
     "Can it forget activations?"
     return bool(getattr(self.hf, 'supports_gradient_checkpointing', False))
+
+# %% ../../nbs/text/11_hf.ipynb #2d981220
 @patch(as_prop=True)
 def is_gradient_checkpointing(self:HFModel):
     "Does it forget activations now?"
     new = getattr(self.hf, 'is_activation_checkpointing', None)  # its name from transformers 5 on
     return self.hf.is_gradient_checkpointing if new is None else new
+
+# %% ../../nbs/text/11_hf.ipynb #4c3d3e81
 @patch
 def gradient_checkpointing_enable(self:HFModel, *args):
     "Forget activations; arguments as for transformers"
@@ -138,10 +158,16 @@ def gradient_checkpointing_disable(self:HFModel):
 
 # %% ../../nbs/text/11_hf.ipynb #4c8ada56
 auto_classes = { # Task: class of transformers that has its head
-    'sequence-classification': 'AutoModelForSequenceClassification', 'token-classification': 'AutoModelForTokenClassification',
-    'question-answering': 'AutoModelForQuestionAnswering', 'causal-lm': 'AutoModelForCausalLM', 'masked-lm': 'AutoModelForMaskedLM',
-    'seq2seq': 'AutoModelForSeq2SeqLM', 'summarization': 'AutoModelForSeq2SeqLM', 'translation': 'AutoModelForSeq2SeqLM'}
+    'sequence-classification': 'AutoModelForSequenceClassification',
+    'token-classification': 'AutoModelForTokenClassification',
+    'question-answering': 'AutoModelForQuestionAnswering',
+    'causal-lm': 'AutoModelForCausalLM',
+    'masked-lm': 'AutoModelForMaskedLM',
+    'seq2seq': 'AutoModelForSeq2SeqLM',
+    'summarization': 'AutoModelForSeq2SeqLM',
+    'translation': 'AutoModelForSeq2SeqLM'}
 
+# %% ../../nbs/text/11_hf.ipynb #eb72e95d
 def _auto(task):
     import transformers
     if task not in auto_classes: raise UserError(unknown('task', task, list(auto_classes)))
@@ -149,24 +175,31 @@ def _auto(task):
 
 def _class_of(config, task):
     cls = _auto(task)
-    if type(config) not in cls._model_mapping: raise UserError(f'{config.model_type} has no head for {task}: transformers has none ({cls.__name__})')
+    if type(config) not in cls._model_mapping:
+        raise UserError(f'{config.model_type} has no head for {task}: transformers has none ({cls.__name__})')
     return cls
 
+# %% ../../nbs/text/11_hf.ipynb #bc833983
 def n_params(config, # A `PretrainedConfig`
              task:str='sequence-classification', # One of `auto_classes`
     )->int: # Parameters, tied ones once
     "The size of a model, without building it"
-    with torch.device('meta'), hf_quiet(): return sum(p.numel() for p in _class_of(config, task).from_config(config).parameters())
+    with torch.device('meta'), hf_quiet(): model = _class_of(config, task).from_config(config)
+    return sum(p.numel() for p in model.parameters())
 
+# %% ../../nbs/text/11_hf.ipynb #b2917fc1
 def _free_memory():
     limit = memory_limit()
     return min(psutil.virtual_memory().available, limit - psutil.Process().memory_info().rss if limit else 2**62)
 
 def _check_memory(config, task, name):
     n,free = n_params(config, task),_free_memory()
-    if n*4 > free: raise UserError(f'{name} does not fit: its {n/1e6:,.0f} million parameters take {n*4/1e9:,.1f} GB in fp32, training with Adam about '
-                                   f'{n*16/1e9:,.1f} GB before any activation, and {free/1e9:,.1f} GB of memory are free. Use a smaller model')
+    if n*4 <= free: return
+    takes = f'take {n*4/1e9:,.1f} GB in fp32, training with Adam about {n*16/1e9:,.1f} GB before any activation'
+    raise UserError(f'{name} does not fit: its {n/1e6:,.0f} million parameters {takes}, '
+                    f'and {free/1e9:,.1f} GB of memory are free. Use a smaller model')
 
+# %% ../../nbs/text/11_hf.ipynb #c0ef0d6c
 @contextmanager
 def hf_quiet():
     "transformers' log and progress bars off; what matters is said here, in one line"
@@ -179,6 +212,35 @@ def hf_quiet():
         logging.set_verbosity(level)
         if bars: logging.enable_progress_bar()
 
+# %% ../../nbs/text/11_hf.ipynb #e54dcf92
+def _random(config, label, task, tokenizer, kwargs):
+    "A model with random weights"
+    cls = _class_of(config, task)
+    _check_memory(config, task, label)
+    with hf_quiet(): hf = cls.from_config(config, **kwargs)
+    return _finish(hf, tokenizer, 'random', [k for k,_ in hf.named_parameters()])
+
+def _built_already(changes):
+    return UserError(f'the model is built already: {", ".join(changes)} cannot change it; '
+                     'give its config instead, with pretrained=False')
+
+# %% ../../nbs/text/11_hf.ipynb #985951f5
+def _commit(where): # of a folder in the hub's cache
+    return where.name if isinstance(where, Path) and where.parent.name == 'snapshots' else None
+
+def _loaded(name, task, tokenizer, revision, offline, kwargs, changes):
+    "A model with published weights"
+    from transformers import AutoConfig
+    where = find_model(name, True, revision, offline)
+    config = changed_config(read_pretrained(AutoConfig, where, revision), changes)
+    cls = _class_of(config, task)
+    _check_memory(config, task, name)
+    kwargs |= dict(config=config, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True)
+    with hf_quiet(): hf,info = read_pretrained(cls, where, revision, **kwargs)
+    fresh = _check_loaded(hf, info, where)
+    commit = getattr(hf.config, '_commit_hash', None) or _commit(where)
+    return _finish(hf, tokenizer, f'{name}@{commit[:12]}' if commit else str(name), fresh)
+
 # %% ../../nbs/text/11_hf.ipynb #f420558b
 def hf_model(name, # A hub's name, a folder, a name of `hf_configs`, a config, or a model of transformers
              task:str='sequence-classification', # One of `auto_classes`
@@ -187,65 +249,62 @@ def hf_model(name, # A hub's name, a folder, a name of `hf_configs`, a config, o
              pretrained:bool=True, # Published weights; False: random ones, from torch's generator
              revision=None, # Commit, tag or branch on the hub
              offline:bool=False, # Never open a connection
-             attn=None, # transformers' `attn_implementation`: 'sdpa', 'eager', 'flash_attention_2', ...; None: its choice
+             attn=None, # transformers' `attn_implementation`: 'sdpa', 'eager', ...; None: its choice
              **changes, # Fields of the config; `attention_dropout` goes for every family
     )->HFModel: # `source` says where the weights are from, `fresh` which are random
     "A model of transformers, or one line saying why not"
     from transformers import PretrainedConfig, PreTrainedModel
     if isinstance(name, HFModel): name = name.hf
     if isinstance(name, PreTrainedModel):
-        if changes: raise UserError(f'the model is built already: {", ".join(changes)} cannot change it; give its config instead, with pretrained=False')
+        if changes: raise _built_already(changes)
         return _finish(name, tokenizer, 'instance', [])
     if n_out is not None: changes['num_labels'] = n_out
     kwargs = dict(dtype=torch.float32, **({} if attn is None else dict(attn_implementation=attn)))
     if not pretrained or isinstance(name, PretrainedConfig):
         if pretrained: raise UserError('a config has no weights: use pretrained=False, or a name or folder')
         config = hf_config(name, tokenizer, revision, offline, **changes)
-        cls,label = _class_of(config, task),config.model_type if isinstance(name, PretrainedConfig) else name
-        _check_memory(config, task, label)
-        with hf_quiet(): hf = cls.from_config(config, **kwargs)
-        return _finish(hf, tokenizer, 'random', [k for k,_ in hf.named_parameters()])
-    if is_tiny(str(name)) and not Path(name).is_dir(): raise UserError(f'{name} has no pretrained weights, it is a small model for tests: use pretrained=False')
+        label = config.model_type if isinstance(name, PretrainedConfig) else name
+        return _random(config, label, task, tokenizer, kwargs)
+    if is_tiny(str(name)) and not Path(name).is_dir():
+        raise UserError(f'{name} has no pretrained weights, it is a small model for tests: use pretrained=False')
     return _loaded(name, task, tokenizer, revision, offline, kwargs, changes)
 
-def _loaded(name, task, tokenizer, revision, offline, kwargs, changes):
-    from transformers import AutoConfig
-    where = find_model(name, True, revision, offline)
-    config = changed_config(read_pretrained(AutoConfig, where, revision), changes)
-    cls = _class_of(config, task)
-    _check_memory(config, task, name)
-    with hf_quiet(): hf,info = read_pretrained(cls, where, revision, config=config, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs)
-    fresh = _check_loaded(hf, info, where)
-    commit = getattr(hf.config, '_commit_hash', None) or _commit(where)
-    return _finish(hf, tokenizer, f'{name}@{commit[:12]}' if commit else str(name), fresh)
-
 # %% ../../nbs/text/11_hf.ipynb #d72b26dc
-def _commit(where): # of a folder in the hub's cache
-    return where.name if isinstance(where, Path) and where.parent.name == 'snapshots' else None
-
 def _check_loaded(hf, info, where):
     "Names of random tensors, or an error where they belong to the body"
     other = {o[0] for o in info['mismatched_keys']}
     fresh = sorted({*info['missing_keys'], *other})
     body = f'{hf.base_model_prefix}.' if hf.base_model is not hf else None
-    bad = [o for o in fresh if (o.startswith(body) if body else not o.startswith(('lm_head', 'cls', 'classifier', 'score'))) and 'pool' not in o]
-    if bad: raise DataUnavailable(f'the weights in {where} do not fit a {type(hf).__name__}: {len(bad)} tensors of its body are missing or of another shape '
-                                  f'({bad[0]}). Is the config.json beside them theirs?')
-    if other: warnings.warn(f'the head in {where} has other outputs than wanted: {", ".join(sorted(other))} start random', stacklevel=4)
+    def in_body(o): return o.startswith(body) if body else not o.startswith(('lm_head', 'cls', 'classifier', 'score'))
+    if bad := [o for o in fresh if in_body(o) and 'pool' not in o]:
+        lacks = f'{len(bad)} tensors of its body are missing or of another shape ({bad[0]})'
+        raise DataUnavailable(f'the weights in {where} do not fit a {type(hf).__name__}: {lacks}. '
+                              'Is the config.json beside them theirs?')
+    if other:
+        outputs = ', '.join(sorted(other))
+        warnings.warn(f'the head in {where} has other outputs than wanted: {outputs} start random', stacklevel=4)
     return fresh
 
+# %% ../../nbs/text/11_hf.ipynb #d12d3a8b
+def _fit_tokenizer(hf, tokenizer, source):
+    "Let `hf` have the padding of `tokenizer`, and an embedding for each of its tokens"
+    config,t = hf.config,pad_with_end(tokenizer)
+    if config.pad_token_id is None: config.pad_token_id = t.pad_token_id
+    elif config.pad_token_id != t.pad_token_id and source != 'instance':
+        warnings.warn(f'the tokenizer pads with {t.pad_token_id}, the model was trained with {config.pad_token_id}: '
+                      "is it the model's own tokenizer?", stacklevel=5)
+    more = len(t) - (n := hf.get_input_embeddings().num_embeddings)
+    if more <= 0: return
+    warnings.warn(f'the tokenizer has {len(t):,} tokens and the model {n:,}: {more:,} embeddings were added, random',
+                  stacklevel=5)
+    with hf_quiet(): hf.resize_token_embeddings(len(t))
+
 def _finish(hf, tokenizer, source, fresh):
-    if tokenizer is not None:
-        config,t = hf.config,pad_with_end(tokenizer)
-        if config.pad_token_id is None: config.pad_token_id = t.pad_token_id
-        elif config.pad_token_id != t.pad_token_id and source != 'instance':
-            warnings.warn(f'the tokenizer pads with {t.pad_token_id}, the model was trained with {config.pad_token_id}: is it the model\'s own tokenizer?', stacklevel=4)
-        n = hf.get_input_embeddings().num_embeddings
-        if len(t) > n:
-            warnings.warn(f'the tokenizer has {len(t):,} tokens and the model {n:,}: {len(t)-n:,} embeddings were added, random', stacklevel=4)
-            with hf_quiet(): hf.resize_token_embeddings(len(t))
+    "An `HFModel` of `hf`"
+    if tokenizer is not None: _fit_tokenizer(hf, tokenizer, source)
     model = HFModel(hf)
     model.pads_left = getattr(tokenizer, 'padding_side', None) == 'left'
     if tokenizer is not None and pad_is_word(tokenizer): model._pad_with_a_word()
     model.source,model.fresh = source,fresh
     return model
+

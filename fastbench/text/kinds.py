@@ -54,11 +54,14 @@ class LanguageModel(Kind):
 
     def check(self):
         super().check()
-        if self.workers: raise UserError(f'workers={self.workers} has no effect in this recipe: a language model draws its batches in this process')
+        if self.workers:
+            raise UserError(f'workers={self.workers} has no effect in this recipe: '
+                            'a language model draws its batches in this process')
 
     def make_dls(self, bs, device=None, offline=False):
         from fastbench.text.rnn import lm_dls
-        return lm_dls(self.data, bs=bs, bptt=self.bptt, seed=self.seed, sample=self.sample, device=device, offline=offline)
+        return lm_dls(self.data, bs=bs, bptt=self.bptt, seed=self.seed, sample=self.sample, device=device,
+                      offline=offline)
 
     def make_learner(self, dls, offline=False, metrics=None, **kwargs): # metrics: it has its own, with perplexity
         from fastbench.text.rnn import rnn_learner

@@ -35,35 +35,40 @@ class HFLearner(BenchLearner):
 
     def n_targets(self, yb): return self.task.n_targets(yb[0])
 
-    def predict(self, item, # A text (of a pair: a tuple), a list of them, or a DataFrame
-                **kwargs, # For `get_preds`
-        ): # (answer, decoded tensor, probabilities), or a list of these
-        "What the model says of a text, or of several"
-        one = self.task.is_one(item, _pairs(self.dls))
-        items = [item] if one else item
-        if not len(items): return []
-        res = self.task.predict(self, items, **kwargs)
-        return res[0] if one else res
-
-    def show_results(self, ds_idx=1, # Which set, by its number
-                     dl=None, # Another loader
-                     max_n=9, # Examples at most
-                     shuffle=True, # Other ones each time
-                     **kwargs, # For the loader's `show_results`: `width`, `show`
-        ): # With show=False a DataFrame
-        "Examples with their targets, and what the model says of them"
-        if dl is None: dl = self.dls[ds_idx].new(shuffle=shuffle)
-        b = dl.one_batch()
-        with self.no_bar(): out = self.task.results(self, b, max_n)
-        return dl.show_results(b, out, max_n=max_n, **kwargs)
-
     @property
     def max_length(self): return _max_length(self.dls)
 
+# %% ../../nbs/text/20_learner.ipynb #aba66cd1
 def _pairs(dls):
     cols = getattr(dls.train_ds, 'cols', None)
     if cols: return not isinstance(cols, str) and len(cols) == 2
     return len(dls.train_ds) > 0 and not isinstance(dls.train_ds[0][0], str)
+
+# %% ../../nbs/text/20_learner.ipynb #196187ec
+@patch
+def predict(self:HFLearner, item, # A text (of a pair: a tuple), a list of them, or a DataFrame
+            **kwargs, # For `get_preds`
+    ): # (answer, decoded tensor, probabilities), or a list of these
+    "What the model says of a text, or of several"
+    one = self.task.is_one(item, _pairs(self.dls))
+    items = [item] if one else item
+    if not len(items): return []
+    res = self.task.predict(self, items, **kwargs)
+    return res[0] if one else res
+
+# %% ../../nbs/text/20_learner.ipynb #90434519
+@patch
+def show_results(self:HFLearner, ds_idx=1, # Which set, by its number
+                 dl=None, # Another loader
+                 max_n=9, # Examples at most
+                 shuffle=True, # Other ones each time
+                 **kwargs, # For the loader's `show_results`: `width`, `show`
+    ): # With show=False a DataFrame
+    "Examples with their targets, and what the model says of them"
+    if dl is None: dl = self.dls[ds_idx].new(shuffle=shuffle)
+    b = dl.one_batch()
+    with self.no_bar(): out = self.task.results(self, b, max_n)
+    return dl.show_results(b, out, max_n=max_n, **kwargs)
 
 # %% ../../nbs/text/20_learner.ipynb #5cc55715
 def _max_length(dls): return getattr(getattr(dls.train, 'tokens', dls.train), 'max_length', None)
@@ -71,8 +76,23 @@ def _max_length(dls): return getattr(getattr(dls.train, 'tokens', dls.train), 'm
 def _check_length(dls, model):
     n,most = _max_length(dls),model.max_length
     if most is not None and n is not None and n > most:
-        raise UserError(f'the data keeps up to {n} tokens of a text, and {type(model.hf).__name__} has positions for {most}: load the data with max_length={most}')
+        raise UserError(f'the data keeps up to {n} tokens of a text, and {type(model.hf).__name__} has positions for '
+                        f'{most}: load the data with max_length={most}')
 
+# %% ../../nbs/text/20_learner.ipynb #c809b30c
+def _prepare(m, dls, task, attn, packed):
+    "Fit an `HFModel` to data and task, and check it"
+    _check_length(dls, m)
+    m.per_token = task.per_token
+    if attn in ('fastbench', 'fastbench_values') or packed and attn is None:
+        fast_attention(m.hf, 'values' if attn == 'fastbench_values' else 'weights')
+    if packed: check_packed(m.hf, task.per_token)
+    else: check_padding(m)
+    if not task.vocab: return
+    names = list(map(str, task.vocab))
+    m.config.id2label,m.config.label2id = dict(enumerate(names)),{o: i for i,o in enumerate(names)}
+
+# %% ../../nbs/text/20_learner.ipynb #08ee8ea1
 @delegates(BenchLearner)
 def hf_learner(dls, # `DataLoaders` of texts, with a tokenizer
                model, # A hub's name, a folder, a name of `hf_configs`, a config, or a model
@@ -85,23 +105,20 @@ def hf_learner(dls, # `DataLoaders` of texts, with a tokenizer
                train_bn:bool=False, # Train the norms of frozen groups too
                revision=None, # Commit, tag or branch on the hub
                offline:bool=False, # Never open a connection
-               attn=None, # transformers' `attn_implementation`, or 'fastbench' and 'fastbench_values': see `fast_attention`
+               attn=None, # transformers' `attn_implementation`, or 'fastbench', 'fastbench_values' (`fast_attention`)
                config=None, # Fields of the config to change: `dict(attention_dropout=0.)`
                **kwargs)->HFLearner: # `task`, `weights`: what it learns, and from which weights it started
     "A Learner that fine-tunes a model of transformers"
     tok = getattr(dls, 'tokenizer', None)
     if tok is None: raise UserError('these DataLoaders have no tokenizer: make them with hf_dls, or set dls.tokenizer')
     task = find_task(task, dls)
-    ours = attn if attn in ('fastbench', 'fastbench_values') else None
-    m = hf_model(model, task.head, task.n_out, tok, pretrained, revision, offline, None if ours else attn, **(config or {}))
-    _check_length(dls, m)
-    m.per_token = task.per_token
+
+    own_attn = None if attn in ('fastbench', 'fastbench_values') else attn
+    m = hf_model(model, task.head, task.n_out, tok, pretrained, revision, offline, own_attn, **(config or {}))
     packed = getattr(dls.train, 'loader', None) == 'packed'
-    if ours or packed and attn is None: fast_attention(m.hf, 'values' if ours == 'fastbench_values' else 'weights')
-    if packed: check_packed(m.hf, task.per_token)
-    else: check_padding(m)
-    if task.vocab: m.config.id2label,m.config.label2id = dict(enumerate(map(str, task.vocab))),{str(o): i for i,o in enumerate(task.vocab)}
-    learn = HFLearner(dls, m, loss_func=loss_func or task.loss_func(), metrics=task.metrics() if metrics is None else metrics, splitter=splitter, lr=lr,
+    _prepare(m, dls, task, attn, packed)
+    if metrics is None: metrics = task.metrics()
+    learn = HFLearner(dls, m, loss_func=loss_func or task.loss_func(), metrics=metrics, splitter=splitter, lr=lr,
                       train_bn=train_bn, **kwargs)
     learn.task,learn.weights = task,m.source
     if packed: learn.add_cb(CheckPacked(task.per_token))
@@ -115,8 +132,23 @@ def _jsonable(task):
     try:
         if json.loads(json.dumps(task.settings)) == task.settings: return task.settings
     except TypeError: pass
-    raise UserError(f'the labels cannot be written as JSON (they are {type(task.vocab[0]).__name__ if task.vocab else "settings"}): make them strings or whole numbers')
+    raise UserError(f'the labels cannot be written as JSON (they are '
+                    f'{type(task.vocab[0]).__name__ if task.vocab else "settings"}): '
+                    'make them strings or whole numbers')
 
+def _cols(dls):
+    cols = getattr(dls.train_ds, 'cols', None) or ('text',)
+    return [cols] if isinstance(cols, str) else list(map(str, cols))
+
+def _to_keep(learn, tokens):
+    "What a folder holds beside the model and its tokenizer"
+    dls,task = learn.dls,learn.task
+    lengths = dict(max_length=_max_length(dls), pad_to_multiple_of=getattr(tokens, 'pad_to_multiple_of', None))
+    return dict(format=_format, fastbench=fastbench.__version__, task=task.name, settings=_jsonable(task),
+                weights=learn.weights, **lengths, pairs=_pairs(dls), cols=_cols(dls),
+                padding_side=dls.tokenizer.padding_side)
+
+# %% ../../nbs/text/20_learner.ipynb #a6d15c99
 @patch
 def export(self:HFLearner, folder='export' # Where to; relative to `learn.path`
     )->Path: # The folder
@@ -124,9 +156,7 @@ def export(self:HFLearner, folder='export' # Where to; relative to `learn.path`
     dest,tokens = Path(self.path)/folder,getattr(self.dls.train, 'tokens', None)
     if dest.is_file() or dest.is_dir() and any(dest.iterdir()) and not (dest/_kept).is_file():
         raise UserError(f'{dest} holds something else than an exported Learner, and is left alone: name another folder')
-    info = dict(format=_format, fastbench=fastbench.__version__, task=self.task.name, settings=_jsonable(self.task), weights=self.weights,
-                max_length=_max_length(self.dls), pad_to_multiple_of=getattr(tokens, 'pad_to_multiple_of', None), pairs=_pairs(self.dls),
-                cols=_cols(self.dls), padding_side=self.dls.tokenizer.padding_side)
+    info = _to_keep(self, tokens)
     def fill(tmp):
         with hf_quiet(): self.model.hf.save_pretrained(tmp)
         self.dls.tokenizer.save_pretrained(tmp)
@@ -135,9 +165,39 @@ def export(self:HFLearner, folder='export' # Where to; relative to `learn.path`
     build_folder(dest, fill, redo=True)
     return dest
 
-def _cols(dls):
-    cols = getattr(dls.train_ds, 'cols', None) or ('text',)
-    return [cols] if isinstance(cols, str) else list(map(str, cols))
+# %% ../../nbs/text/20_learner.ipynb #81d32f9e
+def _read_kept(folder):
+    file = folder/_kept
+    if not file.is_file():
+        raise DataUnavailable(f'{folder} has no {_kept}: it is not what learn.export writes' + ('; '
+                                                                                                'hf_learner(dls, '
+                                                                                                'folder) trains a '
+                                                                                                'model from it'
+                                                 if (folder/'config.json').is_file() else ''))
+    try:
+        info = json.loads(file.read_text(encoding='utf-8'))
+        if info['format'] > _format:
+            raise UserError(f'{file} was written by fastbench {info["fastbench"]}, a newer one: update fastbench')
+        info['task'],info['settings'],info['weights'],info['max_length'],info['pad_to_multiple_of'],info['cols']
+        return info
+    except UserError: raise
+    except (ValueError, KeyError, TypeError) as e:
+        raise DataUnavailable(f'{file} is damaged ({type(e).__name__}: {e}): export the Learner again') from None
+
+# %% ../../nbs/text/20_learner.ipynb #926fcecb
+def _complete(folder):
+    "An error where a file is missing"
+    for o in 'config.json', 'model.safetensors', 'tokenizer_config.json':
+        in_parts = o == 'model.safetensors' and (folder/f'{o}.index.json').is_file()
+        if not (folder/o).is_file() and not in_parts:
+            raise DataUnavailable(f'{folder} is not complete: {o} is missing. Export the Learner again')
+
+def _tokenizer(folder):
+    try: return find_tokenizer(folder)
+    except UserError: raise
+    except Exception as e:
+        raise DataUnavailable(f'cannot read the tokenizer in {folder}: '
+                              f'{(str(e).splitlines() or [type(e).__name__])[0]}. Export the Learner again') from None
 
 # %% ../../nbs/text/20_learner.ipynb #8dc191c3
 def load_hf_learner(folder, # What `export` wrote
@@ -148,13 +208,13 @@ def load_hf_learner(folder, # What `export` wrote
     folder = Path(folder)
     info = _read_kept(folder)
     task = find_task(info['task'], **info['settings'])
-    for o in 'config.json', 'model.safetensors', 'tokenizer_config.json':
-        if not (folder/o).is_file() and not (o == 'model.safetensors' and (folder/f'{o}.index.json').is_file()):
-            raise DataUnavailable(f'{folder} is not complete: {o} is missing. Export the Learner again')
+    _complete(folder)
     tok = _tokenizer(folder)
     tok.padding_side = info.get('padding_side', tok.padding_side)
     model = hf_model(folder, task.head, task.n_out, tok)
-    if model.fresh: raise DataUnavailable(f'{folder/"model.safetensors"} lacks {len(model.fresh)} tensors ({model.fresh[0]}): it is damaged, or of another task')
+    if model.fresh:
+        raise DataUnavailable(f'{folder/"model.safetensors"} lacks {len(model.fresh)} tensors ({model.fresh[0]}): '
+                              'it is damaged, or of another task')
     tokens = BatchTokenizer(tok, info['max_length'], info['pad_to_multiple_of'])
     empty = TextDataset([], vocab=task.vocab, cols=info['cols'])
     dl = TextDL(empty, tokens, bs)
@@ -162,25 +222,9 @@ def load_hf_learner(folder, # What `export` wrote
     dls.to(find_device(device))
     dls.info = dict(labels=getattr(task, 'kind', None), max_length=info['max_length'])
     model.per_token = task.per_token
-    learn = HFLearner(dls, model.eval(), loss_func=task.loss_func(), metrics=task.metrics(), splitter=hf_splitter, train_bn=False)
+    learn = HFLearner(dls, model.eval(), loss_func=task.loss_func(), metrics=task.metrics(), splitter=hf_splitter,
+                      train_bn=False)
     learn.task,learn.weights = task,info['weights']
     task.bind(learn)
     learn.model.to(dls.device)
     return learn
-
-def _tokenizer(folder):
-    try: return find_tokenizer(folder)
-    except UserError: raise
-    except Exception as e: raise DataUnavailable(f'cannot read the tokenizer in {folder}: {(str(e).splitlines() or [type(e).__name__])[0]}. Export the Learner again') from None
-
-def _read_kept(folder):
-    file = folder/_kept
-    if not file.is_file(): raise DataUnavailable(f'{folder} has no {_kept}: it is not what learn.export writes' + ('; hf_learner(dls, folder) trains a model from it'
-                                                 if (folder/'config.json').is_file() else ''))
-    try:
-        info = json.loads(file.read_text(encoding='utf-8'))
-        if info['format'] > _format: raise UserError(f'{file} was written by fastbench {info["fastbench"]}, a newer one: update fastbench')
-        info['task'],info['settings'],info['weights'],info['max_length'],info['pad_to_multiple_of'],info['cols']
-        return info
-    except UserError: raise
-    except (ValueError, KeyError, TypeError) as e: raise DataUnavailable(f'{file} is damaged ({type(e).__name__}: {e}): export the Learner again') from None

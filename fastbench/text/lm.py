@@ -11,6 +11,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 
 from ..train.fast_callbacks import LeanLoss
 from ..errors import UserError
@@ -46,10 +47,14 @@ class LanguageTask(Task):
 
     def columns(self, tokenizer, b, out=None, max_n=9):
         x,*y = b
-        res = dict(text=by_text(x, x['input_ids'], max_n)) | (dict(target=by_text(x, y[0], max_n)) if y else {}) | ({} if out is None else dict(prediction=by_text(x, out, max_n)))
-        if out is not None and y: res['prediction'] = [torch.where(t < 0, t, p) for t,p in zip(res['target'], res['prediction'])]
+        res = dict(text=by_text(x, x['input_ids'], max_n))
+        if y: res['target'] = by_text(x, y[0], max_n)
+        if out is not None: res['prediction'] = by_text(x, out, max_n)
+        if out is not None and y:
+            res['prediction'] = [torch.where(t < 0, t, p) for t,p in zip(res['target'], res['prediction'])]
         return {k: decoded(tokenizer, v) for k,v in res.items()}
 
+# %% ../../nbs/text/18_lm.ipynb #10d96d4a
 class CausalLM(LanguageTask):
     "The next token"
     name = head = 'causal-lm'
@@ -64,13 +69,16 @@ class CausalLM(LanguageTask):
         "Each text with what follows, its tokens, and their log-probabilities"
         return [_continued(learn, o, n, kwargs) for o in items]
 
+# %% ../../nbs/text/18_lm.ipynb #846f7c95
 def _continued(learn, text, n, kwargs):
+    "`text` with what follows, its tokens, and their log-probabilities"
     t,hf = learn.dls.tokenizer,learn.model.hf
-    enc = {k: v.to(hf.device) for k,v in t(text, return_tensors='pt', truncation=True, max_length=learn.max_length, add_special_tokens=False).items() if k in learn.model.takes}
+    enc = t(text, return_tensors='pt', truncation=True, max_length=learn.max_length, add_special_tokens=False)
+    enc = {k: v.to(hf.device) for k,v in enc.items() if k in learn.model.takes}
+    kwargs = dict(max_new_tokens=n, do_sample=False, pad_token_id=t.pad_token_id, output_scores=True) | kwargs
     training = hf.training
     try:
-        with torch.no_grad(): out = hf.eval().generate(**enc, **dict(dict(max_new_tokens=n, do_sample=False, pad_token_id=t.pad_token_id, output_scores=True), **kwargs),
-                                                       return_dict_in_generate=True)
+        with torch.no_grad(): out = hf.eval().generate(**enc, **kwargs, return_dict_in_generate=True)
     finally: hf.train(training)
     new = out.sequences[0, enc['input_ids'].shape[1]:]
     scores = torch.stack([s[0].log_softmax(-1)[i] for s,i in zip(out.scores, new)]) if out.scores else None
@@ -82,8 +90,10 @@ def _mix(z): # splitmix64
     z = (z ^ (z >> np.uint64(27)))*np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
+# %% ../../nbs/text/18_lm.ipynb #84d9bbad
 def _draws(x, seed):
-    "Which places hold a token; three random numbers for each token, from its text, its place there and `seed` alone; the number of its text"
+    """Which places hold a token; three random numbers for each token, which hang on its text, its place there and
+    `seed` alone; the number of its text"""
     ids = x['input_ids'].numpy()
     real = np.ones(ids.shape, bool) if 'cu_seq_lens' in x else x['attention_mask'].numpy() > 0
     n = x['cu_seq_lens'].diff().numpy() if 'cu_seq_lens' in x else real.sum(1)
@@ -94,20 +104,24 @@ def _draws(x, seed):
     z = _mix(whole[text] ^ _mix(place ^ np.uint64(seed)))
     return real, [(_mix(z + np.uint64(i)) >> np.uint64(11))*2.**-53 for i in range(1, 4)], text
 
+# %% ../../nbs/text/18_lm.ipynb #8022b1fc
 class MaskedLM(LanguageTask):
     "The tokens that were hidden"
     name = head = 'masked-lm'
     def __init__(self, share:float=.15, # Of the tokens, to be told
                  seed:int=42, # Of the draw
         ):
-        if not 0 < share < 1: raise UserError(f'share={share!r} cannot be: the share of tokens to hide, between 0 and 1')
+        if not 0 < share < 1:
+            raise UserError(f'share={share!r} cannot be: the share of tokens to hide, between 0 and 1')
         self.share,self.seed = share,seed
 
     def bind(self, learn):
         super().bind(learn)
         for dl in learn.dls.loaders[1:]:
             if getattr(dl, 'finish', None) == self.finish: dl.finish = self.finish_same
-        if self._tok.mask_token_id is None: raise UserError(f'{type(self._tok).__name__} has no mask token: masked language modelling needs a tokenizer like BERT\'s; task="causal-lm" needs none')
+        if self._tok.mask_token_id is None:
+            raise UserError(f'{type(self._tok).__name__} has no mask token: '
+                            'masked language modelling needs a tokenizer like BERT\'s; task="causal-lm" needs none')
 
     def collate(self, tokenizer, examples, max_length=512):
         self._tok = tokenizer
@@ -118,27 +132,13 @@ class MaskedLM(LanguageTask):
         "A batch with its targets, for each text always the same ones"
         return self.targets(x)
 
-    def targets(self, x, salt=0):
-        t,ids = self._tok,x['input_ids'].numpy()
-        real,(u,kind,other),text = _draws(x, (self.seed ^ salt << 32) & 2**64-1)
-        old = ids[real]
-        u[special := np.isin(old, t.all_special_ids)] = 2
-        least = np.full(len(ids) if 'cu_seq_lens' not in x else len(x['cu_seq_lens'])-1, 2.)
-        np.minimum.at(least, text, u)
-        chosen = ((u < self.share) | (u == least[text])) & ~special
-        res,y = ids.copy(),np.full_like(ids, -100)
-        res[real] = np.where(chosen, np.where(kind < .8, t.mask_token_id, np.where(kind < .9, (other*len(t)).astype(np.int64), old)), old)
-        y[real] = np.where(chosen, old, -100)
-        return {**x, 'input_ids': torch.from_numpy(res)}, torch.from_numpy(y)
-
-    def predict(self, learn, items, **kwargs):
-        "Each text with its masks filled, the tokens that fill them, and their probabilities"
-        return [_filled(learn, o) for o in items]
-
+# %% ../../nbs/text/18_lm.ipynb #8deea273
 def _filled(learn, text):
     t,m = learn.dls.tokenizer,learn.model
-    if t.mask_token not in text: raise UserError(f'there is nothing to fill in: put {t.mask_token} where a word is missing')
-    x = {k: v.to(m.hf.device) for k,v in t(text, return_tensors='pt', truncation=True, max_length=learn.max_length).items()}
+    if t.mask_token not in text:
+        raise UserError(f'there is nothing to fill in: put {t.mask_token} where a word is missing')
+    x = t(text, return_tensors='pt', truncation=True, max_length=learn.max_length)
+    x = {k: v.to(m.hf.device) for k,v in x.items()}
     training = m.training
     try:
         with torch.no_grad(): probs = m.eval()(x)[0].float().softmax(-1).cpu()
@@ -147,3 +147,29 @@ def _filled(learn, text):
     at = ids == t.mask_token_id
     best = probs[at].argmax(-1)
     return t.decode(ids.masked_scatter(at, best), skip_special_tokens=True), best, probs[at].max(-1).values
+
+# %% ../../nbs/text/18_lm.ipynb #d63dbd8b
+@patch
+def targets(self:MaskedLM, x, # Dict of a batch
+            salt=0, # Added to the seed
+    ): # (x with hidden tokens, what they were)
+    "Hide tokens, and make them the targets"
+    t,ids = self._tok,x['input_ids'].numpy()
+    real,(u,kind,other),text = _draws(x, (self.seed ^ salt << 32) & 2**64-1)
+    old = ids[real]
+    u[special := np.isin(old, t.all_special_ids)] = 2
+    least = np.full(len(ids) if 'cu_seq_lens' not in x else len(x['cu_seq_lens'])-1, 2.)
+    np.minimum.at(least, text, u)
+    chosen = ((u < self.share) | (u == least[text])) & ~special
+    res,y = ids.copy(),np.full_like(ids, -100)
+    another = (other*len(t)).astype(np.int64)
+    given = np.where(kind < .8, t.mask_token_id, np.where(kind < .9, another, old))
+    res[real] = np.where(chosen, given, old)
+    y[real] = np.where(chosen, old, -100)
+    return {**x, 'input_ids': torch.from_numpy(res)}, torch.from_numpy(y)
+
+# %% ../../nbs/text/18_lm.ipynb #cddb4d7b
+@patch
+def predict(self:MaskedLM, learn, items, **kwargs):
+    "Each text with its masks filled, the tokens that fill them, and their probabilities"
+    return [_filled(learn, o) for o in items]

@@ -20,7 +20,7 @@ from fastcore.foundation import L
 from ..errors import UserError, unknown
 from ..train.transfer import batches_on
 from .dataset import ShowsTexts, TextDataset
-from .order import check_budget, cut, epoch, first_fit, kinds
+from .order import check_budget, cut, first_fit, kinds, plan_epoch
 from .tokenize import BatchTokenizer, TokenCache
 
 # %% ../../nbs/text/07_loader.ipynb #ae952315
@@ -32,6 +32,7 @@ class Order(list):
         super().__init__(int(i) for b in batches for i in b)
         self.batches,self.group = batches,group
 
+# %% ../../nbs/text/07_loader.ipynb #0c61757f
 class TextDL(ShowsTexts, TfmdDL):
     "A loader of raw texts"
     copies_ahead = True # Is the next batch on a GPU while one is computed?
@@ -54,30 +55,44 @@ class TextDL(ShowsTexts, TfmdDL):
         task=None, # Says what `show_batch` shows, where that is more than texts and labels
         num_workers:int=0, # Processes that make batches, as long as there is something to tokenize
         **kwargs):
-        if isinstance(dataset, (str, list, tuple)): dataset = TextDataset([dataset] if isinstance(dataset, str) else dataset)
+        if isinstance(dataset, str): dataset = [dataset]
+        if isinstance(dataset, (list, tuple)): dataset = TextDataset(dataset)
         if loader not in kinds: raise UserError(unknown('loader', loader, kinds))
         self.tokens = tokenizer if isinstance(tokenizer, BatchTokenizer) else BatchTokenizer(tokenizer, max_length)
-        super().__init__(dataset, bs=bs, shuffle=shuffle, drop_last=drop_last, num_workers=num_workers, **merge(dict(do_setup=False), kwargs))
-        self.loader,self.max_tokens,self.seed,self.window,self.group,self.finish,self.task = loader,max_tokens,seed,window,group,finish,task
-        self.rank,self.world_size = rank_distrib() if rank is None else rank,num_distrib() or 1 if world_size is None else world_size
+        super().__init__(dataset, bs=bs, shuffle=shuffle, drop_last=drop_last, num_workers=num_workers,
+                         **merge(dict(do_setup=False), kwargs))
+        self.loader,self.max_tokens,self.window,self.group = loader,max_tokens,window,group
+        self.seed,self.finish,self.task = seed,finish,task
+        self.rank = rank_distrib() if rank is None else rank
+        self.world_size = num_distrib() or 1 if world_size is None else world_size
         if seed is not None: self.rng = random.Random(seed)
         self._plan,self._guess,self._items = None,None,{}
         self._measure()
-        self.cache = cache if isinstance(cache, TokenCache) else TokenCache(self.room, self.tokens.keys if cache and self.tokens.direct else ())
-
-    @property
-    def tokenizer(self): return self.tokens.tokenizer
-    @property
-    def mine(self): return getattr(self, '_order', None) # Numbers of texts in the order in which this rank drew them last
-
-    def new(self, dataset=None, cls=None, **kwargs):
-        same = dataset is None or dataset is self.dataset
-        if not same and isinstance(self.dataset, TextDataset) and not hasattr(dataset, 'n_inp'): dataset = self.dataset.like(dataset)
-        mine = {o: getattr(self, o) for o in 'loader max_tokens seed window group rank world_size finish task'.split()}
-        return super().new(dataset, cls, **merge(dict(tokenizer=self.tokens, cache=self.cache if same else bool(self.cache.data)), mine, kwargs))
+        keys = self.tokens.keys if cache and self.tokens.direct else ()
+        self.cache = cache if isinstance(cache, TokenCache) else TokenCache(self.room, keys)
 
     def _one_pass(self): self._n_inp,self._types = 1,{}
     def randomize(self): pass  # an epoch's order draws once from `rng`, when somebody first wants to know it
+
+# %% ../../nbs/text/07_loader.ipynb #b41f5b16
+@patch(as_prop=True)
+def tokenizer(self:TextDL):
+    "The tokenizer of transformers"
+    return self.tokens.tokenizer
+
+@patch(as_prop=True)
+def mine(self:TextDL): # Numbers of texts in the order in which this rank drew them last
+    "The order of this rank"
+    return getattr(self, '_order', None)
+
+# %% ../../nbs/text/07_loader.ipynb #ae3f83b3
+@patch
+def new(self:TextDL, dataset=None, cls=None, **kwargs):
+    same,old = dataset is None or dataset is self.dataset,self.dataset
+    if not same and isinstance(old, TextDataset) and not hasattr(dataset, 'n_inp'): dataset = old.like(dataset)
+    mine = {o: getattr(self, o) for o in 'loader max_tokens seed window group rank world_size finish task'.split()}
+    tokens = dict(tokenizer=self.tokens, cache=self.cache if same else bool(self.cache.data))
+    return super(TextDL, self).new(dataset, cls, **merge(tokens, mine, kwargs))
 
 # %% ../../nbs/text/07_loader.ipynb #8ea78f9e
 @patch
@@ -86,10 +101,12 @@ def _measure(self:TextDL):
     most,texts = self.tokens.max_length,getattr(self.dataset, 'texts', None)
     if texts is None: self.chars,self.room = None,np.full(len(self.dataset), most or 0)
     else:
-        self.chars,self.room = (np.fromiter(map(f, texts), np.int64, len(texts)) for f in (self.tokens.chars, self.tokens.most))
+        def each(f): return np.fromiter(map(f, texts), np.int64, len(texts))
+        self.chars,self.room = each(self.tokens.chars),each(self.tokens.most)
         if most: np.minimum(self.room, most, out=self.room)
     self._rate = None
 
+# %% ../../nbs/text/07_loader.ipynb #f54acdac
 @patch
 def _tokens_per_char(self:TextDL):
     if self._rate is None:
@@ -121,29 +138,52 @@ def _estimated(self:TextDL):
     if self._guess is None: self._guess = self.lengths()
     return self._guess
 
+
+# %% ../../nbs/text/07_loader.ipynb #a4a3df85
+@patch
+def _on_estimates(self:TextDL):
+    "Is the order of this epoch made from estimated lengths?"
+    if self.loader == 'random' or self.cache.n.all(): return False
+    if self.shuffle and self.world_size == 1: return True
+    self.lengths(exact=True)
+    return False
+
+# %% ../../nbs/text/07_loader.ipynb #f4cfd9cc
+@patch
+def _planned_lengths(self:TextDL, estimated):
+    "The tokens of each text that the order is made from"
+    if self.loader == 'random': return self.cache.n
+    n = self._estimated() if estimated else self.lengths()
+    if estimated and self.loader != 'sorted':
+        most = np.minimum(self.room, max(1, self.max_tokens or 1))
+        n = np.minimum(np.ceil(n*1.06).astype(np.int64), most)
+    return n if self.loader == 'packed' else self.tokens.length(n)
+
+# %% ../../nbs/text/07_loader.ipynb #d32a13db
 @patch
 def _lay_out(self:TextDL):
-    known = bool(self.cache.n.all())
-    if not known and (not self.shuffle or self.world_size > 1) and self.loader != 'random': known = self.lengths(exact=True) is not None
-    loose = not known and self.loader != 'random'
-    n = self._estimated() if loose else self.lengths() if known else self.cache.n
-    if loose and self.loader != 'sorted': n = np.minimum(np.ceil(n*1.06).astype(np.int64), np.minimum(self.room, max(1, self.max_tokens or 1)))
+    "The order of the coming epoch"
+    estimated = self._on_estimates()
+    n,group = self._planned_lengths(estimated),self.group if estimated else 1
     rng = np.random.default_rng(self._draw()) if self.shuffle else None
-    n = self.tokens.length(n) if self.loader in ('sorted', 'budget') else n
-    batches = epoch(n[:self.n], self.loader, self.bs, self.max_tokens, rng, self.window, self.group if loose else 1, self.drop_last, self.rank, self.world_size)
-    return Order(batches, self.group if loose else 1)
+    batches = plan_epoch(n[:self.n], self.loader, self.bs, self.max_tokens, rng, self.window, group,
+                         self.drop_last, self.rank, self.world_size)
+    return Order(batches, group)
 
+# %% ../../nbs/text/07_loader.ipynb #597ef2d8
 @patch
 def _draw(self:TextDL):
     "What the order is drawn from: the same on all ranks"
     n = self.rng.getrandbits(62)
     if self.world_size < 2 or self.seed is not None: return n
     if not torch.distributed.is_initialized():
-        raise UserError(f'{self.world_size} processes would each shuffle in their own way: give the loader a seed=, the same for all')
+        raise UserError(f'{self.world_size} processes would each shuffle in their own way: '
+                        'give the loader a seed=, the same for all')
     t = torch.tensor(n, device='cuda' if torch.distributed.get_backend() == 'nccl' else 'cpu')
     torch.distributed.broadcast(t, 0)
     return t.item()
 
+# %% ../../nbs/text/07_loader.ipynb #0d52f948
 @patch
 def to_detach(self:TextDL,
               b, # Of one rank
@@ -153,15 +193,18 @@ def to_detach(self:TextDL,
     "`to_detach` of what this rank has"
     return to_detach(b, cpu, False)
 
+# %% ../../nbs/text/07_loader.ipynb #75581651
 @patch
 def get_idxs(self:TextDL):
     state = self.rng.getstate()
-    if self._plan is None or (self.shuffle and self._plan[1] != state): self._plan = self._lay_out(),self.rng.getstate()
+    stale = self._plan is None or (self.shuffle and self._plan[1] != state)
+    if stale: self._plan = self._lay_out(),self.rng.getstate()
     return self._plan[0]
 
 @patch
 def __len__(self:TextDL):
-    if self.loader in ('sorted', 'random') and self.world_size == 1: return self.n//self.bs if self.drop_last else -(-self.n//self.bs)
+    if self.loader in ('sorted', 'random') and self.world_size == 1:
+        return self.n//self.bs if self.drop_last else -(-self.n//self.bs)
     return len(self.get_idxs().batches)
 
 # %% ../../nbs/text/07_loader.ipynb #aefb3d75
@@ -173,6 +216,7 @@ def _text(self:TextDL, i):
     o = self._items[i][0]
     return o if isinstance(o, str) else tuple(o)
 
+# %% ../../nbs/text/07_loader.ipynb #d5ce6f6a
 @patch
 def _know(self:TextDL, idxs, hold=True):
     "Tokenize those of `idxs` that are not known, in one call; what is not cached is returned"
@@ -183,14 +227,17 @@ def _know(self:TextDL, idxs, hold=True):
         if not cache.data: held[i] = o
     return held
 
+# %% ../../nbs/text/07_loader.ipynb #0385fbb7
 @patch
 def _ready(self:TextDL, idxs, held):
-    "What a loader process sends: numbers of texts, and of their tokens and labels what the main process does not have"
-    enc = None if self.cache.data and self.cache.shared else [held[i] if i in held else self.cache.get(i) for i in idxs.tolist()]
+    "What a loader process sends: numbers of texts; of tokens and labels what the main process does not have"
+    def tokens(i): return held[i] if i in held else self.cache.get(i)
+    enc = None if self.cache.data and self.cache.shared else [tokens(i) for i in idxs.tolist()]
     if isinstance(self.dataset, TextDataset): return idxs,enc,None
     for i in idxs.tolist(): self._text(i)
     return idxs,enc,[self._items.pop(i)[1:] for i in idxs.tolist()]
 
+# %% ../../nbs/text/07_loader.ipynb #57af26b6
 @patch
 def _batch(self:TextDL, idxs, enc, rest):
     bt,cache = self.tokens,self.cache
@@ -212,16 +259,18 @@ def sample(self:TextDL):
     groups = [order.batches[i:i+k] for i in range(0, len(order.batches), k)]
     return (g for i,g in enumerate(groups) if i%self.num_workers == self.offs)
 
+
+# %% ../../nbs/text/07_loader.ipynb #56861de1
 @patch
 def create_batches(self:TextDL, groups):
     groups,extra,held = iter(groups),None,{}
     now,first = next(groups, None),True
-    if isinstance(now, (int, np.integer)): raise UserError(f'{type(self).__name__} deals to ranks itself, and fastai\'s DistributedDL would deal once more: use learn.to_distributed() of a BenchLearner, '
-                                                           'or RankTrainer in place of DistributedTrainer')
+    if isinstance(now, (int, np.integer)): raise _dealt_twice(self)
     while now is not None:
         coming = next(groups, None)
         held.update(self._know(np.concatenate(now)))
-        if len(now) > 1 or extra is not None: now,extra = self._again(now, extra, coming is None, first and not self.offs)
+        if len(now) > 1 or extra is not None:
+            now,extra = self._again(now, extra, coming is None, first and not self.offs)
         todo = np.concatenate(coming) if coming else np.zeros(0, int)
         step = -(-len(todo)//max(1, len(now)))
         for i,idxs in enumerate(now):
@@ -230,20 +279,31 @@ def create_batches(self:TextDL, groups):
             for j in idxs.tolist(): held.pop(j, None)
         now,first = coming,False
 
+def _dealt_twice(dl):
+    return UserError(f"{type(dl).__name__} deals to ranks itself, and fastai's DistributedDL would deal once more: "
+                     'use learn.to_distributed() of a BenchLearner, or RankTrainer in place of DistributedTrainer')
+
+# %% ../../nbs/text/07_loader.ipynb #9ac5e4a7
+def _as_many(batches, k, wait):
+    "`batches` as `k`, and the texts that wait (None: none do)"
+    extra = None
+    if len(batches) > k and wait: batches,extra = batches[:k],np.concatenate(batches[k:])
+    while len(batches) < k and max(map(len, batches)) > 1:
+        i = max(range(len(batches)), key=lambda i: len(batches[i]))
+        batches[i:i+1] = np.array_split(batches[i], 2)
+    return batches,extra
+
+# %% ../../nbs/text/07_loader.ipynb #ddd9d625
 @patch
 def _again(self:TextDL, batches, extra, last, longest_first):
-    "The texts of a group as batches by their true lengths, as many as before; texts that would be too many for that wait for the next group"
+    "The texts of a group as batches by their true lengths, as many as before; and those that wait for the next group"
     n,k = self.tokens.length(self.cache.n),len(batches)
     idxs = np.concatenate(batches if extra is None else [extra, *batches])
     if self.loader != 'packed': idxs = idxs[np.argsort(-n[idxs], kind='stable')]
     if self.loader != 'sorted': check_budget(n[idxs], self.max_tokens)
     res = np.split(idxs, cut(n[idxs], self.loader, self.bs, self.max_tokens))
     if len(res) > k and self.loader == 'packed': res = [idxs[o] for o in first_fit(n[idxs], self.max_tokens)]
-    extra = None
-    if len(res) > k and not last: res,extra = res[:k],np.concatenate(res[k:])
-    while len(res) < k and max(map(len, res)) > 1:
-        i = max(range(len(res)), key=lambda i: len(res[i]))
-        res[i:i+1] = np.array_split(res[i], 2)
+    res,extra = _as_many(res, k, not last)
     head,tail = (res[:1], res[1:]) if longest_first else ([], res)
     random.Random(int(idxs[0])).shuffle(tail)
     return head + tail, extra
@@ -258,6 +318,7 @@ def _no_threads():
     finally:
         if old is None: os.environ.pop('TOKENIZERS_PARALLELISM', None)
 
+# %% ../../nbs/text/07_loader.ipynb #4c2feae5
 @patch
 def __iter__(self:TextDL):
     workers = self.fake_l.num_workers
@@ -289,6 +350,7 @@ def decode_batch(self:TextDL, b, # A batch, or (x, predicted labels)
         return vocab[int(y)]
     return L((o, *(name(y[i]) for y in b[1:])) for i,o in enumerate(texts))
 
+# %% ../../nbs/text/07_loader.ipynb #bab30ca4
 @patch
 def columns(self:TextDL, b, # A batch
             out=None, # Its decoded predictions

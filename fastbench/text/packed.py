@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
+from fastcore.basics import patch
 from torch import nn
 
 from ..errors import UserError, unknown
@@ -55,30 +56,37 @@ class Bounds:
         "The number of the text that a token belongs to"
         return self._once('text', lambda: torch.repeat_interleave(self.cu.diff().long(), output_size=self.tokens))
 
-    @property
-    def place(self): # (tokens,)
-        "The place of a token in the padded layout, its rows one after the other"
-        def make():
-            at = torch.arange(len(self.text), device=self.cu.device) - self.cu.long()[self.text]
-            return self.text*self.longest + at
-        return self._once('place', make)
+# %% ../../nbs/text/09_packed.ipynb #a52c9e94
+@patch(as_prop=True)
+def place(self:Bounds): # (tokens,)
+    "The place of a token in the padded layout, its rows one after the other"
+    def make():
+        at = torch.arange(len(self.text), device=self.cu.device) - self.cu.long()[self.text]
+        return self.text*self.longest + at
+    return self._once('place', make)
 
-    def pad(self, x, # (1, tokens, ...)
-            fill=0, # What stands in the padding
-        ): # (texts, longest, ...)
-        "The padded layout of the same texts"
-        res = x.new_full(((len(self.cu)-1)*self.longest, *x.shape[2:]), fill)
-        return res.index_copy(0, self.place, x[0]).view(len(self.cu)-1, self.longest, *x.shape[2:])
+# %% ../../nbs/text/09_packed.ipynb #15278726
+@patch
+def pad(self:Bounds, x, # (1, tokens, ...)
+        fill=0, # What stands in the padding
+    ): # (texts, longest, ...)
+    "The padded layout of the same texts"
+    res = x.new_full(((len(self.cu)-1)*self.longest, *x.shape[2:]), fill)
+    return res.index_copy(0, self.place, x[0]).view(len(self.cu)-1, self.longest, *x.shape[2:])
 
-    def dense(self, causal, window=None): # causal: nobody looks ahead; window: tokens that one sees; (1, 1, tokens, tokens), True where a token may look
-        "The mask of a packed batch"
-        def make():
-            t,i = self.text,torch.arange(len(self.text), device=self.cu.device)
-            m = t[:,None] == t[None]
-            if causal: m &= i[:,None] >= i[None]
-            if window: m &= (i[:,None]-i[None]).abs() < window
-            return m[None,None]
-        return self._once((causal, window), make)
+# %% ../../nbs/text/09_packed.ipynb #87df6906
+@patch
+def dense(self:Bounds, causal, # Does nobody look ahead?
+          window=None, # Tokens that one sees
+    ): # (1, 1, tokens, tokens), True where a token may look
+    "The mask of a packed batch"
+    def make():
+        t,i = self.text,torch.arange(len(self.text), device=self.cu.device)
+        m = t[:,None] == t[None]
+        if causal: m &= i[:,None] >= i[None]
+        if window: m &= (i[:,None]-i[None]).abs() < window
+        return m[None,None]
+    return self._once((causal, window), make)
 
 # %% ../../nbs/text/09_packed.ipynb #df7f02af
 _bounds = ContextVar('fastbench_bounds', default=None)
@@ -88,7 +96,8 @@ _asked = ContextVar('fastbench_asked', default=None)  # a set, while a model is 
 def _attention(module, query, key, value, attention_mask, dropout=0., scaling=None, is_causal=None, **kwargs):
     if not isinstance(attention_mask, Bounds):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+                                      is_causal=is_causal, **kwargs)
     causal = bool(getattr(module, 'is_causal', False) if is_causal is None else is_causal)
     window = kwargs.get('sliding_window')
     if (asked := _asked.get()) is not None:
@@ -96,6 +105,7 @@ def _attention(module, query, key, value, attention_mask, dropout=0., scaling=No
     res = packed_attention(query, key, value, attention_mask, causal, window, scaling, dropout)
     return res.transpose(1, 2).contiguous(), None
 
+# %% ../../nbs/text/09_packed.ipynb #8ed20335
 def _value_dropout(module, query, key, value, attention_mask, dropout=0., **kwargs):
     if dropout: value = value*F.dropout(value.new_ones(value.shape[:3]), dropout)[...,None]
     return _attention(module, query, key, value, attention_mask, dropout=0., **kwargs)
@@ -110,7 +120,7 @@ def _mask(*args, **kwargs):
 dropouts = dict(weights='fastbench', values='fastbench_values')
 
 def fast_attention(model, # A model of transformers
-                   dropout:str='weights', # What attention drops out in training: 'weights', as the model was published, or rows of 'values'
+                   dropout:str='weights', # What is dropped in training: 'weights', as published, or rows of 'values'
     ): # `model`
     "Let a model use fastbench's attention"
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -119,27 +129,35 @@ def fast_attention(model, # A model of transformers
         AttentionInterface.register(name, f)
         AttentionMaskInterface.register(name, _mask)
     if not getattr(model, '_supports_attention_backend', False) or not getattr(model, '_supports_sdpa', False):
-        raise UserError(f"{type(model).__name__} computes attention in a way of its own: packed batches and fast attention cannot be had. loader='budget' or 'sorted' works with every model")
+        raise UserError(f"{type(model).__name__} computes attention in a way of its own: "
+                        "packed batches and fast attention cannot be had. "
+                        "loader='budget' or 'sorted' works with every model")
     model.set_attn_implementation(dropouts[dropout])
     return model
 
 # %% ../../nbs/text/09_packed.ipynb #41d5fa9a
 def _causal(model): return any(getattr(m, 'is_causal', False) is True for m in model.modules())
 
-def _windowed(model): return any(isinstance(getattr(o, 'sliding_window', None), int) for o in (model.config.get_text_config(), *model.modules()))
+def _windowed(model):
+    places = model.config.get_text_config(),*model.modules()
+    return any(isinstance(getattr(o, 'sliding_window', None), int) for o in places)
 
 def _native(model, bounds):
     "What an attention of transformers' own wants to know of the boundaries"
     impl = model.config._attn_implementation or 'eager'
     if impl in dropouts.values(): return {}
-    if 'flash' in impl: return dict(cu_seq_lens_q=bounds.cu, cu_seq_lens_k=bounds.cu, max_length_q=bounds.longest, max_length_k=bounds.longest)
+    if 'flash' in impl:
+        return dict(cu_seq_lens_q=bounds.cu, cu_seq_lens_k=bounds.cu, max_length_q=bounds.longest,
+                    max_length_k=bounds.longest)
     if impl not in ('eager', 'sdpa', 'flex_attention') or _windowed(model):
-        raise UserError(f"packed batches do not go with {type(model).__name__} and attn={impl!r}: leave attn out, or take attn='fastbench'")
+        raise UserError(f"packed batches do not go with {type(model).__name__} and attn={impl!r}: "
+                        "leave attn out, or take attn='fastbench'")
     causal = _causal(model)
     if impl == 'flex_attention':
         from torch.nn.attention.flex_attention import create_block_mask
         t,n = bounds.text,len(bounds.text)
-        return dict(attention_mask=create_block_mask(lambda b, h, i, j: (t[i] == t[j]) & (i >= j) if causal else t[i] == t[j], 1, None, n, n, device=t.device))
+        def may_look(b, h, i, j): return (t[i] == t[j]) & (i >= j) if causal else t[i] == t[j]
+        return dict(attention_mask=create_block_mask(may_look, 1, None, n, n, device=t.device))
     mask = bounds.dense(causal)
     if impl == 'sdpa': return dict(attention_mask=mask)
     dtype = next(model.parameters()).dtype
@@ -152,7 +170,8 @@ def _names(cls): return list(inspect.signature(cls.forward).parameters)[1:]
 def first_position(base): # RoBERTa and its kin count positions from behind the padding's
     "The position of a text's first token"
     for name,m in base.named_modules():
-        if name.endswith('position_embeddings') and isinstance(m, nn.Embedding): return 0 if m.padding_idx is None else m.padding_idx+1
+        if name.endswith('position_embeddings') and isinstance(m, nn.Embedding):
+            return 0 if m.padding_idx is None else m.padding_idx+1
     return 0
 
 # %% ../../nbs/text/09_packed.ipynb #d3e4d5bf
@@ -227,6 +246,7 @@ def packed_call(model, # A model of transformers, best after `fast_attention`
             with _packing(base, _Body(bounds, packed)): return model(**_padded(model, packed, bounds), **kwargs)
     finally: _bounds.reset(token)
 
+# %% ../../nbs/text/09_packed.ipynb #433bf795
 _known = WeakKeyDictionary()
 
 def _facts(model): # asked once, as each costs a walk over all modules

@@ -33,7 +33,9 @@ def qa_example(o, # A dict with question, context and answers, or (question, con
     else: (q,c,*rest),start = o,None
     if not isinstance(o, dict): a = rest[0] if rest else None
     if a and start is None: start = c.find(a)
-    if a and (start < 0 or c[start:start+len(a)] != a): raise UserError(f'example {number}: the answer {a[:60]!r} is not in its context' + (f' at character {start}' if start >= 0 else ''))
+    if a and (start < 0 or c[start:start+len(a)] != a):
+        at = f' at character {start}' if start >= 0 else ''
+        raise UserError(f'example {number}: the answer {a[:60]!r} is not in its context{at}')
     return q, c, a, start
 
 # %% ../../nbs/text/16_qa.ipynb #28f166cc
@@ -48,6 +50,7 @@ class SpanLoss(nn.Module):
         k = score.masked_fill(~ok, -float('inf')).flatten(1).argmax(1)
         return torch.stack([k//s.shape[1], k%s.shape[1]], 1)
 
+# %% ../../nbs/text/16_qa.ipynb #31407641
 class SpanMatch(ShareRight):
     "Share of windows whose span is found, both ends"
     name = 'span_match'
@@ -71,17 +74,27 @@ class QuestionAnswering(Task):
 
 # %% ../../nbs/text/16_qa.ipynb #9968e0b1
 @patch
-def windows(self:QuestionAnswering, tokenizer, examples, max_length=512): # tokenizer: a fast one; examples: as `qa_example` gives them; max_length: tokens of a window
+def windows(self:QuestionAnswering,
+            tokenizer, # A fast tokenizer of transformers
+            examples, # As `qa_example` gives them
+            max_length=512, # Tokens of a window
+    ):
     "The windows of examples: the tokenizer's encoding, and the number of the example of each"
     t = tokenizer
-    if not t.is_fast: raise UserError(f'{type(t).__name__} does not tell where in the text a token is: question answering needs a fast tokenizer')
+    if not t.is_fast:
+        raise UserError(f'{type(t).__name__} does not tell where in the text a token is: '
+                        'question answering needs a fast tokenizer')
     longest = max(len(t(q, add_special_tokens=False)['input_ids']) for q,*_ in examples)
     room = max_length-longest-t.num_special_tokens_to_add(pair=True)
-    if room < 2: raise UserError(f'a question has {longest} tokens, and max_length={max_length} leaves no room for a context: shorten it, or use a larger max_length')
-    enc = t([q for q,*_ in examples], [c or ' ' for _,c,*_ in examples], truncation='only_second', max_length=max_length, stride=min(self.stride, room//2), padding=True,
-            return_overflowing_tokens=True, return_offsets_mapping=True, return_tensors='pt')
+    if room < 2:
+        raise UserError(f'a question has {longest} tokens, and max_length={max_length} leaves no room for a context: '
+                        'shorten it, or use a larger max_length')
+    enc = t([q for q,*_ in examples], [c or ' ' for _,c,*_ in examples], truncation='only_second', padding=True,
+            max_length=max_length, stride=min(self.stride, room//2), return_overflowing_tokens=True,
+            return_offsets_mapping=True, return_tensors='pt')
     return enc, enc.pop('overflow_to_sample_mapping').tolist()
 
+# %% ../../nbs/text/16_qa.ipynb #5e3a0e57
 @patch
 def collate(self:QuestionAnswering, tokenizer, examples, max_length=512):
     examples = [qa_example(o, i) for i,o in enumerate(examples)]
@@ -93,6 +106,7 @@ def collate(self:QuestionAnswering, tokenizer, examples, max_length=512):
     first = enc['attention_mask'].argmax(1).tolist()
     return x,torch.tensor([_span(x['offsets'][i], *examples[k][2:]) or (first[i],)*2 for i,k in enumerate(of)])
 
+# %% ../../nbs/text/16_qa.ipynb #e7fa5566
 def _span(offsets, answer, start):
     "First and last token of the answer in a window; None where it is not in it"
     a,b = offsets.unbind(-1)
@@ -117,6 +131,7 @@ def units(self:QuestionAnswering,
         ys += [o - keep.int().argmax(1)[:,None] for o in y]
     return texts,torch.cat(ys) if ys else None
 
+# %% ../../nbs/text/16_qa.ipynb #4e963e7e
 @patch
 def encode(self:QuestionAnswering,
            tokenizer, # Not asked again
@@ -126,6 +141,7 @@ def encode(self:QuestionAnswering,
     "Windows are tokens already"
     return windows
 
+# %% ../../nbs/text/16_qa.ipynb #286870c6
 @patch
 def size(self:QuestionAnswering, o # A window
     )->tuple: # Its tokens, twice
@@ -144,9 +160,12 @@ def columns(self:QuestionAnswering, tokenizer, b, out=None, max_n=9):
     inside = x['context'].bool() if 'context' in x else x['offsets'][...,0] >= 0
     ids,ctx = by_text(x, x['input_ids'], max_n),by_text(x, inside, max_n)
     first = [0]*len(ids) if 'cu_seq_lens' in x else x['attention_mask'].argmax(1).tolist()
-    def spans(y): return ['' if not c[a-f] else decoded(tokenizer, [i[a-f:z-f+1]])[0] for i,c,f,(a,z) in zip(ids, ctx, first, y.tolist())]
-    res = dict(question=decoded(tokenizer, [i[~c] for i,c in zip(ids, ctx)]), context=decoded(tokenizer, [i[c] for i,c in zip(ids, ctx)]))
-    return res | (dict(answer=spans(b[1])) if len(b) > 1 else {}) | ({} if out is None else dict(prediction=spans(out)))
+    def said(i, c, f, a, z): return '' if not c[a-f] else decoded(tokenizer, [i[a-f:z-f+1]])[0]
+    def spans(y): return [said(i, c, f, *az) for i,c,f,az in zip(ids, ctx, first, y.tolist())]
+    res = dict(question=decoded(tokenizer, [i[~c] for i,c in zip(ids, ctx)]),
+               context=decoded(tokenizer, [i[c] for i,c in zip(ids, ctx)]))
+    if len(b) > 1: res['answer'] = spans(b[1])
+    return res if out is None else res | dict(prediction=spans(out))
 
 # %% ../../nbs/text/16_qa.ipynb #8a323e07
 def best_span(start, # Logits of (windows, tokens)
@@ -164,29 +183,43 @@ def best_span(start, # Logits of (windows, tokens)
     w,i,j = k//(n*n),k//n%n,k%n
     return score[w,i,j].item(), offsets[w,i,0].item(), offsets[w,j,1].item()
 
+# %% ../../nbs/text/16_qa.ipynb #455f5b43
+def _best_of(model, x, bs, longest):
+    "The best span of all windows in `x`, and the lowest score of no answer"
+    device = next(model.parameters()).device
+    best,none = (-float('inf'), 0, 0),float('inf')
+    for i in range(0, len(x['example']), bs):
+        part = to_device({k: v[i:i+bs] for k,v in x.items()}, device)
+        with torch.no_grad(): s,e = (p.float() for p in model(part))
+        best = max(best, best_span(s, e, part['offsets'], longest))
+        first = part['attention_mask'].argmax(1)[:,None]
+        none = min(none, (s+e).gather(1, first).min().item())
+    return best,none
+
+
+# %% ../../nbs/text/16_qa.ipynb #6f4447fc
 @patch
 def predict(self:QuestionAnswering, learn, items, bs=16, **kwargs): # bs: windows at once
     model,tok,res = learn.model,learn.dls.tokenizer,[]
-    device,training = next(model.parameters()).device,model.training
+    training = model.training
     model.eval()
     try:
         for o in items:
             q,c,*_ = qa_example(o)
             x,*_ = self.collate(tok, [(q, c)], learn.max_length)
-            best,none = (-float('inf'), 0, 0),float('inf')
-            for i in range(0, len(x['example']), bs):
-                part = to_device({k: v[i:i+bs] for k,v in x.items()}, device)
-                with torch.no_grad(): s,e = (p.float() for p in model(part))
-                best,none = max(best, best_span(s, e, part['offsets'], self.longest)),min(none, (s+e).gather(1, part['attention_mask'].argmax(1)[:,None]).min().item())
-            score,a,b = best
+            (score,a,b),none = _best_of(model, x, bs, self.longest)
             if self.impossible and none > score or not c.strip(): score,a,b = none,0,0
             res.append((c[a:b], torch.tensor([a, b]), torch.tensor(score)))
     finally: model.train(training)
     return res
 
 # %% ../../nbs/text/16_qa.ipynb #8546f41a
-def _plain(s): return re.sub(r'\b(a|an|the)\b', ' ', ''.join(o for o in s.lower() if o not in string.punctuation)).split()
+def _plain(s):
+    "Words of an answer in lower case, without articles and punctuation"
+    s = ''.join(o for o in s.lower() if o not in string.punctuation)
+    return re.sub(r'\b(a|an|the)\b', ' ', s).split()
 
+# %% ../../nbs/text/16_qa.ipynb #321168b5
 def answer_scores(got, # Answers
                   want, # Right answers
     )->dict: # exact and f1, from 0 to 1
@@ -198,10 +231,12 @@ def answer_scores(got, # Answers
         f1.append(float(g == w) if not g or not w else 2*same/(len(g)+len(w)))
     return dict(exact=sum(exact)/len(exact), f1=sum(f1)/len(f1))
 
+# %% ../../nbs/text/16_qa.ipynb #f3786f00
 @patch
 def evaluate(self:QuestionAnswering, learn, # The Learner
              examples, # With answers
     )->dict: # exact and f1, from 0 to 1
     "Exact match and F1 over whole contexts"
     ex = [qa_example(o, i) for i,o in enumerate(examples)]
-    return answer_scores([o[0] for o in self.predict(learn, [(q, c) for q,c,*_ in ex])], [a or '' for *_,a,_ in ex])
+    got = self.predict(learn, [(q, c) for q,c,*_ in ex])
+    return answer_scores([o[0] for o in got], [a or '' for *_,a,_ in ex])

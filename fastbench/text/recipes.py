@@ -29,9 +29,12 @@ from .tokenize import BatchTokenizer, find_tokenizer
 # %% ../../nbs/text/22_recipes.ipynb #1c70d9a8
 def _family(arch):
     kind = hf_config(arch, offline=True).model_type
-    if kind not in families: raise UserError(f'{arch} is a {kind}, for which no tokenizer can be trained here: use pretrained=True, a folder with its tokenizer, or one of {", ".join(families)}')
+    if kind not in families:
+        raise UserError(f'{arch} is a {kind}, for which no tokenizer can be trained here: '
+                        f'use pretrained=True, a folder with its tokenizer, or one of {", ".join(families)}')
     return kind
 
+# %% ../../nbs/text/22_recipes.ipynb #e21ac159
 def recipe_tokenizer(r:Recipe, # Its `arch`, and whether published weights are asked for
                      texts, # A `TextSet`
                      offline:bool=False, # Never open a connection
@@ -58,7 +61,8 @@ def recipe_dls(r:Recipe, # Data, loader and lengths
     tok,why = recipe_tokenizer(r, ts, offline)
     bt = BatchTokenizer(tok, r.max_length, r.max_length if r.loader == 'padded' else None)
     frame = lambda o: pd.DataFrame(dict(text=o.texts, label=pd.Categorical.from_codes(o.labels, ts.classes)))
-    dls = hf_dls(frame(ts.train), bt, bs=bs, loader='random' if r.loader == 'padded' else r.loader, max_tokens=r.max_tokens, seed=r.seed, valid=frame(ts.valid),
+    loader = 'random' if r.loader == 'padded' else r.loader
+    dls = hf_dls(frame(ts.train), bt, bs=bs, loader=loader, max_tokens=r.max_tokens, seed=r.seed, valid=frame(ts.valid),
                  workers=r.workers, device=device)
     if ts.test is not None:
         like = dls.valid.dataset
@@ -82,7 +86,9 @@ def recipe_learner(r:Recipe, # Model and attention
     if r.pretrained and not why:
         try: return hf_learner(dls, r.arch, **kwargs)
         except DataUnavailable as e: why = str(e)
-    if why: warnings.warn(f"{r.arch} starts from random weights, so its accuracy says little: {why.split('. ')[0]}", stacklevel=2)
+    if why:
+        short = why.split('. ')[0]
+        warnings.warn(f'{r.arch} starts from random weights, so its accuracy says little: {short}', stacklevel=2)
     return hf_learner(dls, r.arch, pretrained=False, **kwargs)
 
 # %% ../../nbs/text/22_recipes.ipynb #f6362835

@@ -9,47 +9,65 @@ __all__ = ['review_lengths', 'make_reviews', 'fingerprint']
 import hashlib
 
 # %% ../../nbs/text/01_reviews.ipynb #3c3a5edc
-_nouns = '''film movie story scene character actor plot ending director time way life man woman world part music performance cast script idea moment
-thing year house family friend people day night audience picture role work point line job show hand eye face voice word book town city street car train
-boat road war love death crime murder police doctor teacher student child girl boy mother father brother sister wife husband king queen soldier hero
-villain ghost monster robot animal dog horse bird forest river island mountain desert ocean storm winter summer morning evening dream memory secret
-journey battle chase escape trial wedding funeral party dinner letter photograph camera screen sound song dance stage costume light shadow colour frame
-shot cut effect budget studio producer writer critic sequel remake trailer genre comedy drama thriller western musical documentary cartoon series episode
-season chapter novel poem legend myth joke laugh tear smile scream whisper silence conversation dialogue monologue argument question answer reason result
-problem mystery clue twist surprise shock turn change choice chance risk danger threat weapon gun knife sword bomb fire explosion accident hospital school
-church prison office factory farm garden kitchen bedroom window door wall floor bridge tower castle village country border planet rocket ship engine
-machine computer telephone television radio newspaper magazine tape disc ticket theatre cinema seat popcorn crowd fan neighbour stranger guest partner
-rival enemy leader captain officer agent spy thief lawyer judge nurse scientist artist painter singer dancer musician poet clown priest farmer worker
-driver pilot sailor cowboy detective reporter waiter servant orphan twin widow prince giant witch wizard dragon vampire zombie alien angel devil'''.split()
-_verbs = '''watch play want need show follow turn look call work use start open reach learn move live believe try help talk walk happen wait pass
-offer remember discover explore portray capture reveal explain describe mention notice realise suggest promise save kill attack rescue protect destroy
-chase trap capture escape travel return arrive enter cross climb jump push pull carry drop pick kick touch kiss marry divorce love hate miss lack join
-visit search expect deserve receive accept refuse reject ignore admit deny claim argue agree insist whisper shout laugh smile cry scream dance act direct
-produce film edit record release remake adapt borrow copy repeat combine mix balance lift anchor drive guide train challenge test question answer solve
-confuse puzzle surprise shock scare touch mark cover paint colour design create develop build establish introduce present deliver perform'''.split()
-_adjs = '''other first last whole old young new little big long short main real true same different early late human public private strange quiet
-loud dark light cold warm deep high low open empty full rich poor small large wide narrow sudden slow quick modern ancient foreign local rural royal
-secret silent simple complex usual rare common central single double final entire various certain several serious famous unknown popular political
-military legal medical musical visual historical fictional romantic comic tragic heroic gothic domestic female male adult older younger western eastern
-northern southern french italian german japanese british american black white red blue green golden grey wooden heavy thin thick tall round flat'''.split()
-_good = '''good great wonderful brilliant excellent beautiful funny superb charming clever moving touching fascinating delightful gripping memorable
-convincing perfect thrilling hilarious powerful impressive lovely enjoyable elegant stunning witty original fresh outstanding subtle engaging
-masterful compelling heartfelt amusing satisfying remarkable refreshing magnificent'''.split()
-_bad = '''bad boring terrible awful dull stupid poor weak predictable horrible silly annoying pointless ridiculous tedious lame disappointing
-unconvincing painful forgettable clumsy flat shallow cheap tiresome messy pathetic dreadful wooden bland ugly lazy confusing forced
-mediocre laughable insulting lifeless incoherent miserable'''.split()
+_nouns = '''film movie story scene character actor plot ending director time way life man woman world part music
+performance cast script idea moment thing year house family friend people day night audience picture role work point
+line job show hand eye face voice word book town city street car train boat road war love death crime murder police
+doctor teacher student child girl boy mother father brother sister wife husband king queen soldier hero villain ghost
+monster robot animal dog horse bird forest river island mountain desert ocean storm winter summer morning evening
+dream memory secret journey battle chase escape trial wedding funeral party dinner letter photograph camera screen
+sound song dance stage costume light shadow colour frame shot cut effect budget studio producer writer critic sequel
+remake trailer genre comedy drama thriller western musical documentary cartoon series episode season chapter novel
+poem legend myth joke laugh tear smile scream whisper silence conversation dialogue monologue argument question answer
+reason result problem mystery clue twist surprise shock turn change choice chance risk danger threat weapon gun knife
+sword bomb fire explosion accident hospital school church prison office factory farm garden kitchen bedroom window
+door wall floor bridge tower castle village country border planet rocket ship engine machine computer telephone
+television radio newspaper magazine tape disc ticket theatre cinema seat popcorn crowd fan neighbour stranger guest
+partner rival enemy leader captain officer agent spy thief lawyer judge nurse scientist artist painter singer dancer
+musician poet clown priest farmer worker driver pilot sailor cowboy detective reporter waiter servant orphan twin
+widow prince giant witch wizard dragon vampire zombie alien angel devil'''.split()
+
+# %% ../../nbs/text/01_reviews.ipynb #b1ff4e4c
+_verbs = '''watch play want need show follow turn look call work use start open reach learn move live believe try help
+talk walk happen wait pass offer remember discover explore portray capture reveal explain describe mention notice
+realise suggest promise save kill attack rescue protect destroy chase trap capture escape travel return arrive enter
+cross climb jump push pull carry drop pick kick touch kiss marry divorce love hate miss lack join visit search expect
+deserve receive accept refuse reject ignore admit deny claim argue agree insist whisper shout laugh smile cry scream
+dance act direct produce film edit record release remake adapt borrow copy repeat combine mix balance lift anchor
+drive guide train challenge test question answer solve confuse puzzle surprise shock scare touch mark cover paint
+colour design create develop build establish introduce present deliver perform'''.split()
+
+# %% ../../nbs/text/01_reviews.ipynb #3ec12aaa
+_adjs = '''other first last whole old young new little big long short main real true same different early late human
+public private strange quiet loud dark light cold warm deep high low open empty full rich poor small large wide narrow
+sudden slow quick modern ancient foreign local rural royal secret silent simple complex usual rare common central
+single double final entire various certain several serious famous unknown popular political military legal medical
+musical visual historical fictional romantic comic tragic heroic gothic domestic female male adult older younger
+western eastern northern southern french italian german japanese british american black white red blue green golden
+grey wooden heavy thin thick tall round flat'''.split()
+
+# %% ../../nbs/text/01_reviews.ipynb #4e47bb47
+_good = '''good great wonderful brilliant excellent beautiful funny superb charming clever moving touching fascinating
+delightful gripping memorable convincing perfect thrilling hilarious powerful impressive lovely enjoyable elegant
+stunning witty original fresh outstanding subtle engaging masterful compelling heartfelt amusing satisfying remarkable
+refreshing magnificent'''.split()
+_bad = '''bad boring terrible awful dull stupid poor weak predictable horrible silly annoying pointless ridiculous
+tedious lame disappointing unconvincing painful forgettable clumsy flat shallow cheap tiresome messy pathetic dreadful
+wooden bland ugly lazy confusing forced mediocre laughable insulting lifeless incoherent miserable'''.split()
 
 # %% ../../nbs/text/01_reviews.ipynb #36550d61
 def _add(w, end):
     "`w` with the ending s, ed, ing or ly, by the regular rules"
     soft = len(w) > 2 and w[-1] == 'y' and w[-2] not in 'aeiou'
     if end == 's': return w[:-1]+'ies' if soft else w+'es' if w.endswith(('s', 'x', 'ch', 'sh')) else w+'s'
-    if end == 'ly': return w[:-1]+'ily' if soft else w+'ally' if w.endswith('ic') else w[:-1]+'y' if w.endswith('le') else w+'ly'
+    if end == 'ly':
+        if w.endswith('ic'): return w+'ally'
+        return w[:-1]+'ily' if soft else w[:-1]+'y' if w.endswith('le') else w+'ly'
     if end == 'ed': return w[:-1]+'ied' if soft else w+'d' if w[-1] == 'e' else w+_double(w)+'ed'
     return w[:-1]+'ing' if w[-1] == 'e' and w[-2:] != 'ee' else w+_double(w)+'ing'
 
 def _double(w): return w[-1] if w in ('drop', 'trap', 'admit') else ''
 
+# %% ../../nbs/text/01_reviews.ipynb #636e52d0
 def _names():
     "Ten thousand names that nobody has"
     a = 'Bar Cal Dor Fen Gal Har Jor Kel Lan Mor Nor Per Quil Ros Sten Tav Ul Ven Wes Yar'.split()
@@ -57,25 +75,37 @@ def _names():
     c = 'bert dell field gren kins lov man nett rick ston'.split()
     return [x+y+z+e for e in ('', 'a', 'er', 'ford', 'i', 'ley', 'o', 's', 'son', 'y') for z in c for y in b for x in a]
 
+# %% ../../nbs/text/01_reviews.ipynb #3fd1b3ee
 def _mingle(*lists):
     "The lists' words by turns, so that those that come first stay among the first"
     return list(dict.fromkeys(o[i] for i in range(max(map(len, lists))) for o in lists if i < len(o)))
 
 # %% ../../nbs/text/01_reviews.ipynb #2d144b83
+_irregular = dict(man='men', woman='women', wife='wives', life='lives', knife='knives', thief='thieves',
+                  child='children', people='peoples', hero='heroes')
+
 def _parts():
-    irregular = {'man': 'men', 'woman': 'women', 'wife': 'wives', 'life': 'lives', 'knife': 'knives', 'thief': 'thieves', 'child': 'children',
-                 'people': 'peoples', 'hero': 'heroes'}
-    plural = [irregular.get(o, _add(o, 's')) for o in _nouns]
-    return dict(D='the a this his her the its their some that my every another no each'.split(), A=_adjs, N=_mingle(_nouns, plural), M=_names(),
+    "Part of speech -> its words, frequent ones first"
+    plural = [_irregular.get(o, _add(o, 's')) for o in _nouns]
+    auxiliary = 'is was has had can would does did should could may must'.split()
+    past,present,participle = ([_add(o, end) for o in _verbs] for end in ('ed', 's', 'ing'))
+    adverbs = 'also just even then still there again here ever almost perhaps later soon often'.split()
+    return dict(
+        D='the a this his her the its their some that my every another no each'.split(),
+        A=_adjs, N=_mingle(_nouns, plural), M=_names(),
         O='it he she they I you we who one everyone nobody something'.split(),
-        V=_mingle('is was has had can would does did should could may must'.split(), [_add(o, 'ed') for o in _verbs], [_add(o, 's') for o in _verbs]),
-        G=[_add(o, 'ing') for o in _verbs], P='of in to with for on from by at about as into after over through between without before against'.split(),
-        R='also just even then still there again here ever almost perhaps later soon often'.split() + [_add(o, 'ly') for o in _adjs[9:70]],
+        V=_mingle(auxiliary, past, present), G=participle,
+        P='of in to with for on from by at about as into after over through between without before against'.split(),
+        R=adverbs + [_add(o, 'ly') for o in _adjs[9:70]],
         C='and but or because when while if although so that where'.split())
 
+# %% ../../nbs/text/01_reviews.ipynb #d778776d
 _first = dict(D=5, O=3, M=1, R=1, P=1)
-_next = dict(D=dict(N=7, A=3), A=dict(N=9, A=1), N=dict(V=7, P=7, C=3, R=1), M=dict(V=8, P=2, C=1), O=dict(V=9, R=1), V=dict(D=6, P=3, R=2, G=1, A=1),
-             G=dict(D=6, P=3, N=1), P=dict(D=7, N=2, M=1, G=1), R=dict(V=4, D=2, P=2, O=1), C=dict(D=5, O=4, M=1, R=1))
+_next = dict(
+    D=dict(N=7, A=3), A=dict(N=9, A=1), N=dict(V=7, P=7, C=3, R=1), M=dict(V=8, P=2, C=1), O=dict(V=9, R=1),
+    V=dict(D=6, P=3, R=2, G=1, A=1), G=dict(D=6, P=3, N=1), P=dict(D=7, N=2, M=1, G=1),
+    R=dict(V=4, D=2, P=2, O=1), C=dict(D=5, O=4, M=1, R=1))
+
 
 # %% ../../nbs/text/01_reviews.ipynb #a5d986b8
 def review_lengths(n:int, # Texts
@@ -97,6 +127,7 @@ def _cdf(weights):
 
 def _zipf(n, flat=2.7): return _cdf([1/(i+flat) for i in range(1, n+1)])
 
+# %% ../../nbs/text/01_reviews.ipynb #f3a5eb1d
 def _grammar(rng, starts, lens, n, tags):
     "The part of speech of each of `n` words: a chain through each sentence, all sentences at once"
     import numpy as np
@@ -111,6 +142,46 @@ def _grammar(rng, starts, lens, n, tags):
     return at
 
 # %% ../../nbs/text/01_reviews.ipynb #499010e9
+def _sentences(rng, ends):
+    "Where each sentence starts, and its number of words"
+    import numpy as np
+    total = int(ends[-1])
+    words = np.clip(np.exp(2.7+.5*rng.standard_normal(total//3+1)), 3, 45).astype(int)
+    cuts = np.cumsum(words)
+    starts = np.union1d(cuts[cuts < total], np.concatenate([[0], ends[:-1]]))
+    return starts,np.diff(np.append(starts, total))
+
+
+# %% ../../nbs/text/01_reviews.ipynb #ff12ebf2
+def _add_words(vocab, ws):
+    "Append `ws` to `vocab`, and give the number of the first"
+    vocab.extend(ws)
+    return len(vocab)-len(ws)
+
+def _draw_words(rng, tag, parts, vocab):
+    "The number of a word for each part of speech in `tag`; the words go to `vocab`"
+    import numpy as np
+    ids,u = np.zeros(len(tag), int), rng.random_sample(len(tag))
+    for k,(t,ws) in enumerate(parts.items()):
+        i,flat = tag == k, 40. if t == 'M' else 2.7
+        ids[i] = _add_words(vocab, ws)+np.searchsorted(_zipf(len(ws), flat), u[i], side='right')
+    return ids
+
+# %% ../../nbs/text/01_reviews.ipynb #625fd703
+def _opine(rng, ids, vocab, praises, starts, lens, agree, denied):
+    "Put an opinion into each of the sentences; `praises`: does its text?"
+    import numpy as np
+    at = starts+1+(rng.random_sample(len(starts))*(lens-2)).astype(int)
+    good = praises ^ (rng.random_sample(len(starts)) >= agree)
+    deny = rng.random_sample(len(starts)) < denied
+    very = _add_words(vocab, 'very really truly quite rather'.split())
+    never = _add_words(vocab, 'not never hardly barely'.split())
+    bad_words,good_words = _add_words(vocab, _bad), _add_words(vocab, _good)
+    ids[at] = np.where(deny, never+rng.randint(0, 4, len(at)), very+rng.randint(0, 5, len(at)))
+    rank = np.searchsorted(_zipf(40), rng.random_sample(len(at)), side='right')
+    ids[at+1] = np.where(good ^ deny, good_words, bad_words)+rank
+
+# %% ../../nbs/text/01_reviews.ipynb #92fbd656
 def make_reviews(n:int, # Texts
                  seed=42, # Of everything in them
                  share=.5, # Of the sentences, those that hold an opinion
@@ -119,51 +190,40 @@ def make_reviews(n:int, # Texts
     )->tuple: # texts, labels: 1 praises, 0 does not
     "`n` reviews that nobody wrote"
     import numpy as np
-    rng,parts = np.random.RandomState(seed), _parts()
-    tags = list(parts)
+    rng,parts,vocab = np.random.RandomState(seed), _parts(), []
     labels = rng.permutation(np.arange(n)%2)
-    words = rng.permutation(review_lengths(n))
-    ends = np.cumsum(words)
-    total = int(ends[-1])
-    cuts = np.cumsum(np.clip(np.exp(2.7+.5*rng.standard_normal(total//3+1)), 3, 45).astype(int)) # sentences laid over all texts ...
-    starts = np.union1d(cuts[cuts < total], np.concatenate([[0], ends[:-1]])) # ... and cut where a text ends
-    lens = np.diff(np.append(starts, total))
-    tag = _grammar(rng, starts, lens, total, tags)
+    ends = np.cumsum(rng.permutation(review_lengths(n)))
+    starts,lens = _sentences(rng, ends)
+    tag = _grammar(rng, starts, lens, int(ends[-1]), list(parts))
+    ids = _draw_words(rng, tag, parts, vocab)
 
-    vocab,ids,u = [], np.zeros(total, int), rng.random_sample(total)
-    def add(ws):
-        vocab.extend(ws)
-        return len(vocab)-len(ws)
-    for k,t in enumerate(tags):
-        i = tag == k
-        ids[i] = add(parts[t])+np.searchsorted(_zipf(len(parts[t]), 40. if t == 'M' else 2.7), u[i], side='right')
-
-    text_of = np.searchsorted(ends, starts, side='right')
-    says = (rng.random_sample(len(starts)) < share) & (lens >= 4) | np.isin(starts, np.append(0, ends)) & (lens >= 4)
-    s = starts[says]
-    p = s+1+(rng.random_sample(len(s))*(lens[says]-2)).astype(int)
-    good = (labels[text_of[says]] == 1) ^ (rng.random_sample(len(s)) >= agree)
-    no = rng.random_sample(len(s)) < denied
-    before = [add(o) for o in ('very really truly quite rather'.split(), 'not never hardly barely'.split())]
-    lists = [add(_bad), add(_good)]
-    ids[p] = np.where(no, before[1]+rng.randint(0, 4, len(p)), before[0]+rng.randint(0, 5, len(p)))
-    ids[p+1] = np.where(good ^ no, lists[1], lists[0])+np.searchsorted(_zipf(40), rng.random_sample(len(p)), side='right')
-    return _write(rng, ids, tag == tags.index('C'), starts, lens, ends, vocab), labels.tolist()
+    first_of_text = np.isin(starts, np.append(0, ends))
+    says = ((rng.random_sample(len(starts)) < share) | first_of_text) & (lens >= 4)
+    praises = labels[np.searchsorted(ends, starts, side='right')] == 1
+    _opine(rng, ids, vocab, praises[says], starts[says], lens[says], agree, denied)
+    return _write(rng, ids, tag == list(parts).index('C'), starts, lens, ends, vocab), labels.tolist()
 
 # %% ../../nbs/text/01_reviews.ipynb #3ac76346
+def _punctuation(rng, joins, last):
+    "What follows each word: 0 nothing, 1 comma, 2 full stop, 3 exclamation mark, 4 question mark"
+    import numpy as np
+    end = np.zeros(len(joins), int)
+    end[:-1][joins[1:] & (rng.random_sample(len(joins)-1) < .5)] = 1
+    end[last] = 2+(rng.random_sample(len(last)) > .9)+(rng.random_sample(len(last)) > .96)
+    return end
+
+# %% ../../nbs/text/01_reviews.ipynb #1f2489ad
 def _write(rng, ids, joins, starts, lens, ends, vocab):
     "Words with capitals, commas and full stops, cut into texts"
     import numpy as np
     a,vowel = vocab.index('a'), np.array([o[0] in 'aeiou' for o in vocab])
     vocab = vocab+['an']
     ids[:-1][(ids[:-1] == a) & vowel[ids[1:]]] = len(vocab)-1
-    last = starts+lens-1
-    end = np.zeros(len(ids), int) # 0: nothing, 1: comma, 2: full stop, 3: exclamation mark, 4: question mark
-    end[:-1][joins[1:] & (rng.random_sample(len(ids)-1) < .5)] = 1
-    end[last] = 2+(rng.random_sample(len(last)) > .9)+(rng.random_sample(len(last)) > .96)
+    end = _punctuation(rng, joins, starts+lens-1)
     head = np.zeros(len(ids), int)
     head[starts] = 1
-    forms = np.array([[[w+e for w in ws] for e in ('', ',', '.', '!', '?')] for ws in (vocab, [o[0].upper()+o[1:] for o in vocab])], dtype=object)
+    capital = [o[0].upper()+o[1:] for o in vocab]
+    forms = np.array([[[w+e for w in ws] for e in ('', ',', '.', '!', '?')] for ws in (vocab, capital)], dtype=object)
     out = forms[head, end, ids].tolist()
     return [' '.join(out[i:j]) for i,j in zip([0, *ends[:-1].tolist()], ends.tolist())]
 

@@ -22,6 +22,7 @@ from fastai.metrics import accuracy
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.text.models.core import LinearDecoder
 from fastai.torch_core import num_distrib, rank_distrib, to_detach
+from fastcore.basics import patch
 from fastcore.meta import delegates
 from torch import nn
 
@@ -62,12 +63,26 @@ class WordVocab:
         ):
         "The vocabulary of some documents"
         count = Counter(w for o in docs for w in o)
-        known = sorted((o for o,n in count.items() if n >= min_freq and o not in ('<unk>', '<eos>')), key=lambda o: (-count[o], o))
-        return cls(['<unk>', '<eos>', *known][:max_words])
+        known = [o for o,n in count.items() if n >= min_freq and o not in ('<unk>', '<eos>')]
+        return cls(['<unk>', '<eos>', *sorted(known, key=lambda o: (-count[o], o))][:max_words])
 
 # %% ../../nbs/text/21_rnn.ipynb #c5dbd85a
-def _ranks(rank, world_size): return rank_distrib() if rank is None else rank, (num_distrib() or 1) if world_size is None else world_size
+def _ranks(rank, world_size):
+    "This rank and how many there are, from torch.distributed where they are not given"
+    if rank is None: rank = rank_distrib()
+    return rank,(num_distrib() or 1) if world_size is None else world_size
 
+def _check_rows(words, bs, bptt, rank, world_size):
+    "An error where `words` cannot be cut into rows of windows"
+    for k,v in dict(bs=bs, bptt=bptt, world_size=world_size).items():
+        if isinstance(v, bool) or not isinstance(v, int) or v < 1:
+            raise UserError(f'{k}={v!r} cannot be: a whole number, 1 or more')
+    if not 0 <= rank < world_size:
+        raise UserError(f'rank={rank!r} cannot be: from 0 to {world_size-1}, below world_size')
+    if words-1 < bs*world_size:
+        raise UserError(f'{words:,} words cannot be cut into {bs*world_size:,} rows: use a smaller bs, or more text')
+
+# %% ../../nbs/text/21_rnn.ipynb #b0b2379c
 class BPTTLoader(DataLoader):
     "Windows of `bptt` words, of `bs` rows that go on from batch to batch"
     def __init__(self, tokens, # int64 [words]: the documents, one after another
@@ -82,39 +97,55 @@ class BPTTLoader(DataLoader):
                  device=None, # Where batches go
                  **kwargs):
         rank,world_size = _ranks(rank, world_size)
-        for k,v in dict(bs=bs, bptt=bptt, world_size=world_size).items():
-            if isinstance(v, bool) or not isinstance(v, int) or v < 1: raise UserError(f'{k}={v!r} cannot be: a whole number, 1 or more')
-        if not 0 <= rank < world_size: raise UserError(f'rank={rank!r} cannot be: from 0 to {world_size-1}, below world_size')
+        _check_rows(len(tokens), bs, bptt, rank, world_size)
         self.length = (len(tokens)-1)//(bs*world_size) # words in a row
-        if self.length < 1: raise UserError(f'{len(tokens):,} words cannot be cut into {bs*world_size:,} rows: use a smaller bs, or more text')
         if shuffle and ends is None: raise UserError('shuffle needs `ends`, the places where documents end')
-        self.tokens,self.bptt,self.ends,self.by_doc,self.seed,self.rank,self.world_size = tokens,bptt,ends,shuffle,seed,rank,world_size
+        self.tokens,self.bptt,self.ends,self.by_doc = tokens,bptt,ends,shuffle
+        self.seed,self.rank,self.world_size = seed,rank,world_size
         self.stop = self.length//bptt*bptt if drop_last else self.length
         super().__init__(bs=bs, n=bs*-(-self.stop//bptt), drop_last=drop_last, device=device, **kwargs)
         self.rng = random.Random(seed)
 
     def new(self, dataset=None, cls=None, bs=None, **kwargs):
-        own = {k: getattr(self, k) for k in ('tokens', 'bptt', 'ends', 'seed', 'rank', 'world_size', 'device', 'drop_last')}
+        own = 'tokens bptt ends seed rank world_size device drop_last'.split()
+        own = {k: getattr(self, k) for k in own}
         kwargs = {k: v for k,v in kwargs.items() if k in own or k == 'get_idxs'}
         return (cls or type(self))(**own | dict(bs=bs or self.bs, shuffle=self.by_doc) | kwargs)
 
     def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, False)
 
-    def order(self): # int64 [words]
-        "The corpus of this epoch"
-        if not self.by_doc: return self.tokens
-        docs = self.tokens.tensor_split(self.ends[:-1])
-        return torch.cat([docs[i] for i in self.rng.sample(range(len(docs)), len(docs))])
-
-    def rows(self): # Two int64 [bs, length]: words, and the words after them
-        "The rows of this rank"
-        all,n = self.order(), self.bs*self.world_size*self.length
-        part = slice(self.rank*self.bs, (self.rank+1)*self.bs)
-        return tuple(put(all[i:n+i].view(-1, self.length)[part], self.device or 'cpu') for i in (0, 1))
-
     def create_batches(self, samps):
         x,y = self.rows()
-        for i in range(0, self.stop, self.bptt): yield tuple(o[:, i:min(i+self.bptt, self.stop)].contiguous() for o in (x, y))
+        for i in range(0, self.stop, self.bptt):
+            yield tuple(o[:, i:min(i+self.bptt, self.stop)].contiguous() for o in (x, y))
+
+# %% ../../nbs/text/21_rnn.ipynb #b27b2fb9
+@patch
+def order(self:BPTTLoader): # int64 [words]
+    "The corpus of this epoch"
+    if not self.by_doc: return self.tokens
+    docs = self.tokens.tensor_split(self.ends[:-1])
+    return torch.cat([docs[i] for i in self.rng.sample(range(len(docs)), len(docs))])
+
+# %% ../../nbs/text/21_rnn.ipynb #1ace3653
+@patch
+def rows(self:BPTTLoader): # Two int64 [bs, length]: words, and the words after them
+    "The rows of this rank"
+    all,n = self.order(), self.bs*self.world_size*self.length
+    part = slice(self.rank*self.bs, (self.rank+1)*self.bs)
+    return tuple(put(all[i:n+i].view(-1, self.length)[part], self.device or 'cpu') for i in (0, 1))
+
+# %% ../../nbs/text/21_rnn.ipynb #7d078755
+def _enough(words, rows, bptt, where, part):
+    if words <= rows*bptt:
+        raise UserError(f'{where} has {words:,} words for {part}, less than one window of {bptt} in each of '
+                        f'{rows:,} rows: use a smaller bs or bptt, or more text')
+
+def _doc_ends(docs):
+    "Where each document ends, in words"
+    ends,at = [], 0
+    for t in docs: ends.append(at := at+len(t))
+    return ends
 
 # %% ../../nbs/text/21_rnn.ipynb #cfcea427
 def lm_dls(data='docstrings', # A source, a `TextSet`, or (training texts, validation texts)
@@ -142,17 +173,16 @@ def lm_dls(data='docstrings', # A source, a `TextSet`, or (training texts, valid
     vocab = WordVocab.of(docs[0], min_freq or (1 if how == 'split' else 2), max_words)
     coded = [vocab.encode(w for t in o for w in t) for o in docs]
     where = data.source.name if own else 'this corpus'
-    for o,part,n in zip(coded, ('training', 'validation'), (bs, valid_bs or bs)):
-        if len(o) <= n*world_size*bptt: raise UserError(f'{where} has {len(o):,} words for {part}, less than one window of {bptt} in each of '
-                                                        f'{n*world_size:,} rows: use a smaller bs or bptt, or more text')
-    ends,at = [], 0
-    for t in docs[0]: ends.append(at := at+len(t))
+    sizes = bs,valid_bs or bs
+    for o,part,n in zip(coded, ('training', 'validation'), sizes): _enough(len(o), n*world_size, bptt, where, part)
     args = dict(bptt=bptt, seed=seed, rank=rank, world_size=world_size)
-    dls = DataLoaders(BPTTLoader(coded[0], bs, ends=ends, shuffle=shuffle, drop_last=drop_last, **args), BPTTLoader(coded[1], valid_bs or bs, **args))
+    train = BPTTLoader(coded[0], bs, ends=_doc_ends(docs[0]), shuffle=shuffle, drop_last=drop_last, **args)
+    dls = DataLoaders(train, BPTTLoader(coded[1], sizes[1], **args))
     dls.to(find_device(device))
     dls.vocab,dls.how = vocab,how
-    dls.info = (data.info if own else {}) | dict(bs=bs, bptt=bptt, n_words=len(vocab), train_words=len(coded[0]), valid_words=len(coded[1]), shuffle=shuffle,
-        drop_last=drop_last, seed=seed, unknown=round((coded[1] == 0).float().mean().item(), 4), rank=rank, world_size=world_size)
+    unknown = round((coded[1] == 0).float().mean().item(), 4)
+    dls.info = (data.info if own else {}) | args | dict(bs=bs, n_words=len(vocab), train_words=len(coded[0]),
+        valid_words=len(coded[1]), shuffle=shuffle, drop_last=drop_last, unknown=unknown)
     return dls
 
 # %% ../../nbs/text/21_rnn.ipynb #de613d9e
@@ -170,7 +200,8 @@ class WordLM(nn.Module):
     ):
         super().__init__()
         if arch not in _cells: raise UserError(unknown('cell', arch, list(_cells)))
-        if tie_weights and n_emb != n_hid: raise UserError(f'tie_weights needs n_emb and n_hid to be the same, not {n_emb} and {n_hid}')
+        if tie_weights and n_emb != n_hid:
+            raise UserError(f'tie_weights needs n_emb and n_hid to be the same, not {n_emb} and {n_hid}')
         self.emb,self.drop = nn.Embedding(n_words, n_emb), nn.Dropout(dropout)
         self.rnn = _cells[arch](n_emb, n_hid, n_layers, batch_first=True, dropout=dropout if n_layers > 1 else 0.)
         self.out = nn.Linear(n_hid, n_words)
@@ -184,15 +215,17 @@ class WordLM(nn.Module):
         "Forget"
         self.state = None
 
-    def forward(self, x): # int64 [rows, words] -> [rows, words, n_words]
-        e,s = self.drop(self.emb(x)), self.state
-        if s is not None and s[0].shape[1] != len(x): s = None
-        if s is not None:
-            s = tuple(o.to(e) for o in s)
-            s = s if isinstance(self.rnn, nn.LSTM) else s[0]
-        h,s = self.rnn(e, s)
-        self.state = tuple(o.detach().float() for o in (s if isinstance(s, tuple) else (s,)))
-        return self.out(self.drop(h))
+# %% ../../nbs/text/21_rnn.ipynb #8d29e6f7
+@patch
+def forward(self:WordLM, x): # int64 [rows, words] -> [rows, words, n_words]
+    e,s = self.drop(self.emb(x)), self.state
+    if s is not None and s[0].shape[1] != len(x): s = None
+    if s is not None:
+        s = tuple(o.to(e) for o in s)
+        s = s if isinstance(self.rnn, nn.LSTM) else s[0]
+    h,s = self.rnn(e, s)
+    self.state = tuple(o.detach().float() for o in (s if isinstance(s, tuple) else (s,)))
+    return self.out(self.drop(h))
 
 # %% ../../nbs/text/21_rnn.ipynb #0e7d8e79
 class AWDLM(nn.Module):
@@ -205,9 +238,11 @@ class AWDLM(nn.Module):
                  tie_weights=True, # Let the output share the weights of the embedding
     ):
         super().__init__()
-        p = {k: v*dropout or 1e-9 for k,v in dict(hidden_p=.15, input_p=.25, embed_p=.02, weight_p=.2).items()} # at 0, WeightDropout fails
+        p = dict(hidden_p=.15, input_p=.25, embed_p=.02, weight_p=.2)
+        p = {k: v*dropout or 1e-9 for k,v in p.items()} # at 0, WeightDropout fails
         self.encoder = AWD_LSTM(n_words, n_emb, n_hid, n_layers, pad_token=None, **p)
-        self.decoder = LinearDecoder(n_words, n_emb, .1*dropout, tie_encoder=self.encoder.encoder if tie_weights else None)
+        tied = self.encoder.encoder if tie_weights else None
+        self.decoder = LinearDecoder(n_words, n_emb, .1*dropout, tie_encoder=tied)
         self.reset()
 
     def reset(self):
@@ -226,6 +261,7 @@ class AWDLM(nn.Module):
         self.kept = (raw, dropped) if self.training else None
         return pred
 
+# %% ../../nbs/text/21_rnn.ipynb #e2f471fd
 class Penalties(Callback):
     "Let activations of an `AWDLM` be small (`alpha`), and change slowly (`beta`)"
     order,run_valid = ModelResetter.order+2,False
@@ -235,13 +271,15 @@ class Penalties(Callback):
     def after_loss(self):
         (raw,dropped),self.model.kept = self.model.kept,None
         if self.alpha: self.learn.loss_grad += self.alpha*dropped.float().pow(2).mean()
-        if self.beta and raw.shape[1] > 1: self.learn.loss_grad += self.beta*(raw[:,1:]-raw[:,:-1]).float().pow(2).mean()
+        if not self.beta or raw.shape[1] < 2: return
+        self.learn.loss_grad += self.beta*(raw[:,1:]-raw[:,:-1]).float().pow(2).mean()
 
 # %% ../../nbs/text/21_rnn.ipynb #85191b8c
 def rnn_archs()->list: # Names
     "What `word_lm` can build"
     return [*_cells, 'awd']
 
+# %% ../../nbs/text/21_rnn.ipynb #fe429ea6
 def word_lm(n_words:int, # Size of the vocabulary
             arch='lstm', # One of `rnn_archs()`
             **kwargs # n_emb, n_hid, n_layers, dropout, tie_weights: see `WordLM` and `AWDLM`
@@ -260,6 +298,7 @@ class WordPerplexity(LeanLoss):
     @property
     def value(self): return float(torch.as_tensor(self.total/self.count).exp()) if self.count else None
 
+# %% ../../nbs/text/21_rnn.ipynb #9f38a1e5
 @delegates(BenchLearner)
 def rnn_learner(dls, # `DataLoaders` of `lm_dls`
                 arch='lstm', # One of `rnn_archs()`
@@ -272,16 +311,25 @@ def rnn_learner(dls, # `DataLoaders` of `lm_dls`
                 model_args=None, # For `word_lm`: n_emb, n_hid, n_layers, dropout, tie_weights
                 **kwargs)->BenchLearner:
     "A Learner with a word-level language model"
-    if not hasattr(dls, 'vocab'): raise UserError('rnn_learner needs the DataLoaders of lm_dls: these have no vocabulary')
+    if not hasattr(dls, 'vocab'):
+        raise UserError('rnn_learner needs the DataLoaders of lm_dls: these have no vocabulary')
     model = word_lm(len(dls.vocab), arch, **(model_args or {}))
-    own = [ModelResetter(), *([GradientClip(clip)] if clip else []), *([Penalties(alpha, beta)] if arch == 'awd' and (alpha or beta) else [])]
+    own = [ModelResetter()]
+    if clip: own.append(GradientClip(clip))
+    if arch == 'awd' and (alpha or beta): own.append(Penalties(alpha, beta))
     cbs = [] if cbs is None else [cbs] if isinstance(cbs, (Callback, type)) else list(cbs)
-    learn = BenchLearner(dls, model, loss_func=loss_func or CrossEntropyLossFlat(), metrics=[accuracy, WordPerplexity()] if metrics is None else metrics,
-                         cbs=own+cbs, **kwargs)
+    if metrics is None: metrics = [accuracy, WordPerplexity()]
+    loss_func = loss_func or CrossEntropyLossFlat()
+    learn = BenchLearner(dls, model, loss_func=loss_func, metrics=metrics, cbs=own+cbs, **kwargs)
     learn.arch,learn.weights,learn.n_targets = arch,None,_n_words
     return learn
 
 # %% ../../nbs/text/21_rnn.ipynb #b82b00da
+def _next_word(logits, temperature, rng):
+    if not temperature: return logits.argmax()[None]
+    return torch.multinomial((logits/temperature).softmax(-1), 1, generator=rng)
+
+# %% ../../nbs/text/21_rnn.ipynb #2e1847eb
 def generate(learn, # A Learner of `rnn_learner`
              prompt:str, # Where to start
              n=20, # Words to add
@@ -301,7 +349,7 @@ def generate(learn, # A Learner of `rnn_learner`
             for _ in range(n):
                 logits = model(x[None].to(device))[0,-1].float().cpu()
                 logits[0] = -float('inf') # <unk> says nothing
-                x = (torch.multinomial((logits/temperature).softmax(-1), 1, generator=rng) if temperature else logits.argmax()[None])
+                x = _next_word(logits, temperature, rng)
                 words.append(int(x))
     finally:
         model.reset()

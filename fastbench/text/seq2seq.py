@@ -23,10 +23,12 @@ def rouge(got, # Texts
           want, # Reference texts
     )->dict: # rouge1, rouge2, rougeL: F-measures, 0 to 1
     "How much of the references' words, pairs of words and sequences is in the texts"
-    scorer = _library('rouge_score.rouge_scorer', 'rouge-score').RougeScorer(['rouge1', 'rouge2', 'rougeL'], use_stemmer=True)
+    rs = _library('rouge_score.rouge_scorer', 'rouge-score')
+    scorer = rs.RougeScorer(['rouge1', 'rouge2', 'rougeL'], use_stemmer=True)
     scores = [scorer.score(w, g) for g,w in zip(got, want, strict=True)]
     return {k: sum(o[k].fmeasure for o in scores)/len(scores) for k in scores[0]}
 
+# %% ../../nbs/text/17_seq2seq.ipynb #5a033400
 def bleu(got, # Texts
          want, # Reference texts
     )->dict: # bleu and chrf, 0 to 100
@@ -57,6 +59,7 @@ class Seq2Seq(Task):
         ids = (getattr(c, f'{o}_token_id', None) for o in ('decoder_start', 'bos', 'pad'))
         self._start = next((o for o in ids if o is not None), None)
 
+# %% ../../nbs/text/17_seq2seq.ipynb #d780ff4f
 class Summarization(Seq2Seq):
     "A short text for a long one"
     name = 'summarization'
@@ -71,32 +74,41 @@ def collate(self:Seq2Seq, tokenizer, examples, max_length=512):
     source = [o if isinstance(o, str) else o[0] for o in examples]
     x = encode(tokenizer, [self.prefix+o for o in source], max_length)
     if isinstance(examples[0], str) or len(examples[0]) < 2: return x,
-    y = tokenizer(text_target=[o[1] for o in examples], truncation=True, max_length=self.max_target, padding=True, padding_side='right', return_tensors='pt')
+    y = tokenizer(text_target=[o[1] for o in examples], truncation=True, max_length=self.max_target, padding=True,
+                  padding_side='right', return_tensors='pt')
     ids = y['input_ids']
     first = torch.full_like(ids[:,:1], tokenizer.pad_token_id if self._start is None else self._start)
     return x | dict(decoder_input_ids=torch.cat([first, ids[:,:-1]], 1)),ids.masked_fill(y['attention_mask'] == 0, -100)
 
+# %% ../../nbs/text/17_seq2seq.ipynb #7b7c7108
 @patch
-def predict(self:Seq2Seq, learn, items, bs=16, **kwargs): # bs: texts at once; kwargs: of transformers' `generate`: num_beams, ...
+def predict(self:Seq2Seq, learn, items, bs=16, # Texts at once
+            **kwargs): # Of transformers' `generate`: num_beams, ...
     "Written texts, and their tokens"
     items = [o if isinstance(o, str) else o[0] for o in items]
-    batches = (self.collate(learn.dls.tokenizer, items[i:i+bs], learn.max_length)[0] for i in range(0, len(items), bs))
+    def batch(i): return self.collate(learn.dls.tokenizer, items[i:i+bs], learn.max_length)[0]
+    batches = map(batch, range(0, len(items), bs))
     return [o for x in batches for o in self._write(learn, x, **kwargs)]
 
+# %% ../../nbs/text/17_seq2seq.ipynb #801413d0
 @patch
 def _write(self:Seq2Seq, learn, x, **kwargs):
     hf,t = learn.model.hf,learn.dls.tokenizer
-    kwargs = dict(dict(max_new_tokens=self.max_target, do_sample=False, num_beams=1, decoder_start_token_id=self._start, pad_token_id=t.pad_token_id), **kwargs)
+    kwargs = dict(max_new_tokens=self.max_target, do_sample=False, num_beams=1, decoder_start_token_id=self._start,
+                  pad_token_id=t.pad_token_id) | kwargs
+    given = {k: x[k].to(hf.device) for k in ('input_ids', 'attention_mask')}
     training = hf.training
     hf.eval()
     try:
-        with torch.no_grad(): out = hf.generate(**{k: x[k].to(hf.device) for k in ('input_ids', 'attention_mask')}, **kwargs).cpu()
+        with torch.no_grad(): out = hf.generate(**given, **kwargs).cpu()
     finally: hf.train(training)
     return [(s.strip(), o, None) for s,o in zip(t.batch_decode(out, skip_special_tokens=True), out)]
 
+# %% ../../nbs/text/17_seq2seq.ipynb #acd9b376
 @patch
 def columns(self:Seq2Seq, tokenizer, b, out=None, max_n=9):
-    res = dict(text=decoded(tokenizer, by_text(b[0], b[0]['input_ids'], max_n))) | (dict(target=decoded(tokenizer, b[1][:max_n].cpu())) if len(b) > 1 else {})
+    res = dict(text=decoded(tokenizer, by_text(b[0], b[0]['input_ids'], max_n)))
+    if len(b) > 1: res['target'] = decoded(tokenizer, b[1][:max_n].cpu())
     return res if out is None else res | dict(prediction=decoded(tokenizer, out[:max_n]))
 
 @patch
@@ -104,10 +116,12 @@ def results(self:Seq2Seq, learn, b, max_n):
     "What is written, not what would follow on the right words"
     return [o[1] for o in self._write(learn, {k: v[:max_n] for k,v in b[0].items()})]
 
+# %% ../../nbs/text/17_seq2seq.ipynb #ace3615e
 @patch
 def evaluate(self:Seq2Seq, learn, # The Learner
              examples, # (source, target) each
              **kwargs, # Of transformers' `generate`
     )->dict:
     "ROUGE or BLEU of what is written"
-    return _scores[self.score]([o[0] for o in self.predict(learn, [s for s,_ in examples], **kwargs)], [o for _,o in examples])
+    got = self.predict(learn, [s for s,_ in examples], **kwargs)
+    return _scores[self.score]([o[0] for o in got], [o for _,o in examples])

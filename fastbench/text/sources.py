@@ -18,22 +18,28 @@ from .reviews import fingerprint, make_reviews
 from .split import Texts, TextSet, TextSource, read_table, read_text, split_texts
 
 # %% ../../nbs/text/03_sources.ipynb #335e0a4c
+_like_imdb = "generated: sentences with the lengths of IMDB's reviews, which praise or do not"
+_packages = 'docstrings of ten installed packages, labelled by package (BSD, Apache-2.0 and the like, as each package)'
+_maas = 'Maas et al. 2011: 50,000 reviews of films, half for training, packed by fast.ai'
+_merity = ('Merity et al. 2016: articles of Wikipedia, two million words (CC BY-SA), packed by fast.ai; `valid` is '
+           "the published test file, as in fastai's lessons")
+
 text_sources = {o.name: o for o in [
-    TextSource('docstrings', '1', 'docstrings of ten installed packages, labelled by package (BSD, Apache-2.0 and the like, as each package)', True, 10),
-    TextSource('reviews', '1', "generated: sentences with the lengths of IMDB's reviews, which praise or do not", False, 2, n=2000),
-    TextSource('reviews-25k', '1', "generated: sentences with the lengths of IMDB's reviews, which praise or do not", False, 2, n=25_000),
-    TextSource('imdb', '1', 'Maas et al. 2011: 50,000 reviews of films, half for training, packed by fast.ai', True, 2, url='IMDB'),
-    TextSource('wikitext2', '1', "Merity et al. 2016: articles of Wikipedia, two million words (CC BY-SA), packed by fast.ai; `valid` is the published test "
-               "file, as in fastai's lessons", True, None, fallback='docstrings', url='WIKITEXT_TINY', words='split'),
+    TextSource('docstrings', '1', _packages, True, 10),
+    TextSource('reviews', '1', _like_imdb, False, 2, n=2000),
+    TextSource('reviews-25k', '1', _like_imdb, False, 2, n=25_000),
+    TextSource('imdb', '1', _maas, True, 2, url='IMDB'),
+    TextSource('wikitext2', '1', _merity, True, None, fallback='docstrings', url='WIKITEXT_TINY', words='split'),
 ]}
+
 
 # %% ../../nbs/text/03_sources.ipynb #713dbcaf
 def find_text_source(name:str # A source, `auto`, or `auto:NAME`
     )->TextSource:
     "The source that `name` asks for (`auto` alone asks for imdb)"
     want = name[5:] if str(name).startswith('auto:') else 'imdb' if name == 'auto' else name
-    if not isinstance(want, str) or want not in text_sources: raise UserError(unknown('text source', name, [*text_sources, 'auto', 'auto:NAME']))
-    return text_sources[want]
+    if isinstance(want, str) and want in text_sources: return text_sources[want]
+    raise UserError(unknown('text source', name, [*text_sources, 'auto', 'auto:NAME']))
 
 # %% ../../nbs/text/03_sources.ipynb #d24285d5
 def _docstrings(folder):
@@ -43,7 +49,8 @@ def _docstrings(folder):
         got = package_docstrings(o)
         texts += got
         labels += [i]*len(got)
-    (Path(folder)/'texts.json').write_text(json.dumps(dict(texts=texts, labels=labels, groups=group_texts(texts), fingerprint=fingerprint(texts, labels))))
+    got = dict(texts=texts, labels=labels, groups=group_texts(texts), fingerprint=fingerprint(texts, labels))
+    (Path(folder)/'texts.json').write_text(json.dumps(got))
 
 # %% ../../nbs/text/03_sources.ipynb #913111b7
 def load_docstrings(source, seed=42, **kwargs): # as for `load_text_source`; source: its `TextSource`
@@ -52,10 +59,12 @@ def load_docstrings(source, seed=42, **kwargs): # as for `load_text_source`; sou
     key = fingerprint([f'{k}={v}' for k,v in versions.items()])
     folder = cache_dir()/'data'/f'docstrings-{source.version}-{key}'
     if not folder.is_dir():
-        print(f'Gathering the docstrings of {len(packages)} packages, once, into {folder.parent.name}/{folder.name} ...', file=sys.stderr, flush=True)
+        what = f'the docstrings of {len(packages)} packages, once, into {folder.parent.name}/{folder.name}'
+        print(f'Gathering {what} ...', file=sys.stderr, flush=True)
         build_folder(folder, _docstrings)
     try: d = json.loads((folder/'texts.json').read_text())
-    except (OSError, ValueError): raise DataUnavailable(f'{folder} is not as it was written: remove that folder and run again') from None
+    except (OSError, ValueError):
+        raise DataUnavailable(f'{folder} is not as it was written: remove that folder and run again') from None
     train,valid = split_texts(Texts(d['texts'], d['labels'], d['groups']), [.2], seed)
     return TextSet(source, list(packages), train, valid, info=dict(fingerprint=d['fingerprint'], versions=versions))
 
@@ -69,7 +78,11 @@ def load_reviews(source, seed=42, n=None, **kwargs): # as for `load_text_source`
 # %% ../../nbs/text/03_sources.ipynb #ed173b6e
 def _fetched(source, offline=False, tell=None):
     "The folder of a set of fastai's"
-    return fastai_set(source.url, source.name, "data='docstrings' and data='reviews' work without a download", offline=offline, tell=tell)
+    instead = "data='docstrings' and data='reviews' work without a download"
+    return fastai_set(source.url, source.name, instead, offline=offline, tell=tell)
+
+def _not_as_packed(folder, why):
+    return DataUnavailable(f'{folder} is not the set it should be: {why}. Remove it to have it made anew')
 
 # %% ../../nbs/text/03_sources.ipynb #a6ee4856
 def load_imdb(source, offline=False, tell=None, **kwargs): # as for `load_text_source`; source: its `TextSource`
@@ -77,28 +90,60 @@ def load_imdb(source, offline=False, tell=None, **kwargs): # as for `load_text_s
     folder,classes = _fetched(source, offline, tell), ['neg', 'pos']
     def part(o):
         files = [sorted((folder/o/c).glob('*.txt')) for c in classes]
-        if not all(files): raise DataUnavailable(f'{folder} is not the set it should be: no text in {o}/{classes[not files[1]]}. Remove it to have it '
-                                                 'made anew')
+        if not all(files): raise _not_as_packed(folder, f'no text in {o}/{classes[not files[1]]}')
         return Texts([x for f in files for x in f], [i for i,f in enumerate(files) for _ in f])
     return TextSet(source, classes, part('train'), part('test'))
 
+# %% ../../nbs/text/03_sources.ipynb #47146993
 def load_wikitext(source, offline=False, tell=None, **kwargs): # as for `load_text_source`; source: its `TextSource`
     "The articles of WikiText-2"
     folder = _fetched(source, offline, tell)
     def part(o):
-        if not (folder/o).is_file(): raise DataUnavailable(f'{folder} is not the set it should be: no {o}. Remove it to have it made anew')
+        if not (folder/o).is_file(): raise _not_as_packed(folder, f'no {o}')
         return Texts(read_table(folder/o, 0)[0].astype(str).tolist())
     train,valid = part('train.csv'), part('test.csv')
     return TextSet(source, None, train, valid, info=dict(fingerprint=fingerprint(train.texts+valid.texts)))
 
 # %% ../../nbs/text/03_sources.ipynb #445ba38d
-_text_loaders = {'docstrings': load_docstrings, 'reviews': load_reviews, 'reviews-25k': load_reviews, 'imdb': load_imdb, 'wikitext2': load_wikitext}
+_text_loaders = {'docstrings': load_docstrings, 'reviews': load_reviews, 'reviews-25k': load_reviews,
+                 'imdb': load_imdb, 'wikitext2': load_wikitext}
+
+
+# %% ../../nbs/text/03_sources.ipynb #e9e0a2af
+def _check_ask(source, split, sample, n):
+    "An error for what cannot be asked of `source`"
+    if split not in ('own', 'pooled'):
+        raise UserError(f"split={split!r} cannot be: 'own', or 'pooled' for 70, 10 and 20% of all texts")
+    if isinstance(sample, bool) or not isinstance(sample, (int, float)) or not 0 < sample <= 1:
+        raise UserError(f'sample={sample!r} cannot be: it is a share above 0, up to 1')
+    if n is None: return
+    if not source.n:
+        raise UserError(f'n={n!r} cannot be: {source.name} has the texts it has; sample=.1 takes a share of them')
+    if isinstance(n, bool) or not isinstance(n, int) or n < 10:
+        raise UserError(f'n={n!r} cannot be: a number of texts, 10 or more')
+
+# %% ../../nbs/text/03_sources.ipynb #45634fe6
+def _joined(res):
+    "Training and validation texts in one"
+    ts = [res.train, res.valid]
+    def cat(k): return None if getattr(ts[0], k) is None else [o for t in ts for o in getattr(t, k)]
+    return Texts(cat('texts'), cat('labels'), cat('groups'))
 
 def _sampled(ts, sample, seed): return ts if ts is None or sample == 1 else split_texts(ts, [sample], seed)[1]
 def _read(ts): return ts and Texts([read_text(o) if isinstance(o, Path) else o for o in ts.texts], ts.labels, ts.groups)
 
+# %% ../../nbs/text/03_sources.ipynb #d17ec8b2
+def _described(res, asked, fallback, **kwargs):
+    "The `info` of a set"
+    s = res.source
+    source = dict(name=s.name, version=s.version, asked=asked, fallback=fallback, real=s.real, synthetic=not s.real,
+                  n_classes=s.n_classes, fingerprint=None)
+    sizes = dict(n_train=len(res.train), n_valid=len(res.valid), n_test=len(res.test) if res.test else 0)
+    return source | res.info | kwargs | sizes
+
+# %% ../../nbs/text/03_sources.ipynb #b52b1a16
 def load_text_source(name:str, # A source, `auto`, or `auto:NAME`
-                     split='own', # 'own', as the source has it; 'pooled': 70% to train, 10% to validate, 20% to test, of all texts together
+                     split='own', # 'own', as the source has it; 'pooled': 70% to train, 10% to validate, 20% to test
                      sample=1., # Share of each class to use, in every part
                      seed=42, # Of split and sample
                      n=None, # Texts, of a source that generates them
@@ -107,37 +152,27 @@ def load_text_source(name:str, # A source, `auto`, or `auto:NAME`
     )->TextSet:
     "The texts of the source `name`"
     want,why = find_text_source(name), None
-    if split not in ('own', 'pooled'): raise UserError(f"split={split!r} cannot be: 'own', or 'pooled' for 70, 10 and 20% of all texts")
-    if isinstance(sample, bool) or not isinstance(sample, (int, float)) or not 0 < sample <= 1:
-        raise UserError(f'sample={sample!r} cannot be: it is a share above 0, up to 1')
-    if n is not None and not want.n: raise UserError(f'n={n!r} cannot be: {want.name} has the texts it has; sample=.1 takes a share of them')
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 10): raise UserError(f'n={n!r} cannot be: a number of texts, 10 or more')
+    _check_ask(want, split, sample, n)
     def load(source): return _text_loaders[source.name](source, seed=seed, n=n, offline=offline, tell=tell)
     try: res = load(want)
     except DataUnavailable as e:
         if not name.startswith('auto'): raise
         why = str(e)
         res = load(text_sources[want.fallback])
-        warnings.warn(f"data={name!r}: using {want.fallback!r} in place of {want.name!r}, and results will be marked so. Why: {why}", stacklevel=2)
+        instead = f"using {want.fallback!r} in place of {want.name!r}, and results will be marked so"
+        warnings.warn(f"data={name!r}: {instead}. Why: {why}", stacklevel=2)
     if split == 'pooled': res.train,res.valid,res.test = split_texts(_joined(res), [.1, .2], seed, stratify=False)
     for o in ('train', 'valid', 'test'): setattr(res, o, _read(_sampled(getattr(res, o), sample, seed)))
-    s = res.source
-    res.info = dict(name=s.name, version=s.version, asked=name, fallback=want.name if why else None, real=s.real, synthetic=not s.real,
-                    n_classes=s.n_classes, fingerprint=None) | res.info | dict(split=split, sample=sample, seed=seed, n_train=len(res.train),
-                    n_valid=len(res.valid), n_test=len(res.test) if res.test else 0)
+    res.info = _described(res, name, want.name if why else None, split=split, sample=sample, seed=seed)
     return res
-
-def _joined(res):
-    ts = [res.train, res.valid]
-    def cat(k): return None if getattr(ts[0], k) is None else [o for t in ts for o in getattr(t, k)]
-    return Texts(cat('texts'), cat('labels'), cat('groups'))
 
 # %% ../../nbs/text/03_sources.ipynb #4118cc14
 _bert = dict(kind='wordpiece', size=30522, specials='[PAD] [UNK] [CLS] [SEP] [MASK]', ends=('[CLS]', '[SEP]'))
+# What makes a family's tokenizer
 families = dict(bert=_bert, electra=_bert, distilbert=_bert | dict(types=False),
     roberta=dict(kind='bpe', size=50265, specials='<s> <pad> </s> <unk> <mask>', ends=('<s>', '</s>')),
     modernbert=dict(kind='bpe', size=50368, specials='[UNK] [CLS] [SEP] [PAD] [MASK]', ends=('[CLS]', '[SEP]')),
-    gpt2=dict(kind='bpe', size=50257, specials='<|endoftext|>', ends=None, longest=1024)) # What makes a family's tokenizer
+    gpt2=dict(kind='bpe', size=50257, specials='<|endoftext|>', ends=None, longest=1024))
 
 # %% ../../nbs/text/03_sources.ipynb #c3957f57
 def _names(fam):
@@ -148,40 +183,69 @@ def _names(fam):
     if '</s>' in fam['specials']: res |= dict(sep_token='</s>', bos_token='<s>', eos_token='</s>')
     return res
 
-def _train(texts, size, family):
-    "A tokenizer of `tokenizers`"
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-    fam = families[family]
-    names,args = fam['specials'].split(), dict(show_progress=False, min_frequency=2)
-    tok = Tokenizer(models.WordPiece(unk_token='[UNK]') if fam['kind'] == 'wordpiece' else models.BPE())
-    if fam['kind'] == 'wordpiece':
-        tok.normalizer,tok.pre_tokenizer,tok.decoder = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
-        chars = Counter(c for o in texts for c in tok.normalizer.normalize_str(o) if not c.isspace())
-        chars = sorted(sorted(chars, key=lambda c: (-chars[c], c))[:1000])
-        first = [*names, *chars, *('##'+c for c in chars)] # their numbers decide between equals: fixed, or each training gives other tokens
-        tok.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=max(size, len(first)), special_tokens=first, limit_alphabet=0, **args))
-        tok.model = models.WordPiece(tok.get_vocab(), unk_token='[UNK]')
-        tok = Tokenizer.from_str(json.dumps(json.loads(tok.to_str()) | dict(added_tokens=[])))
-    else:
-        tok.pre_tokenizer,tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        tok.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, special_tokens=names, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **args))
-    tok.add_special_tokens([AddedToken(o, lstrip=o == '<mask>', special=True) for o in names])
+# %% ../../nbs/text/03_sources.ipynb #3f18e9f2
+def _wordpiece(texts, size, names):
+    "A `Tokenizer` of words cut into pieces, in lower case"
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    tok = Tokenizer(models.WordPiece(unk_token='[UNK]'))
+    tok.normalizer,tok.pre_tokenizer = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
+    tok.decoder = decoders.WordPiece()
+    chars = Counter(c for o in texts for c in tok.normalizer.normalize_str(o) if not c.isspace())
+    chars = sorted(sorted(chars, key=lambda c: (-chars[c], c))[:1000])
+    first = [*names, *chars, *('##'+c for c in chars)]
+    trainer = trainers.WordPieceTrainer(vocab_size=max(size, len(first)), special_tokens=first, limit_alphabet=0,
+                                        show_progress=False, min_frequency=2)
+    tok.train_from_iterator(texts, trainer)
+    tok.model = models.WordPiece(tok.get_vocab(), unk_token='[UNK]')
+    return Tokenizer.from_str(json.dumps(json.loads(tok.to_str()) | dict(added_tokens=[])))
+
+# %% ../../nbs/text/03_sources.ipynb #6ef4fef4
+def _bpe(texts, size, names):
+    "A `Tokenizer` of bytes put together"
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer,tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=names, show_progress=False, min_frequency=2,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tok.train_from_iterator(texts, trainer)
+    return tok
+
+# %% ../../nbs/text/03_sources.ipynb #ed7f306a
+def _ends(tok, family):
+    "What stands around a text"
+    from tokenizers import processors
     if family == 'roberta':
         ends = [(o, tok.token_to_id(o)) for o in ('</s>', '<s>')]
-        tok.post_processor = processors.RobertaProcessing(*ends, trim_offsets=True, add_prefix_space=False)
-    elif fam['ends']:
-        a,b = fam['ends']
-        tok.post_processor = processors.TemplateProcessing(single=f'{a} $A {b}', pair=f'{a} $A {b} $B:1 {b}:1',
-                                                           special_tokens=[(o, tok.token_to_id(o)) for o in (a, b)])
-    else: tok.post_processor = processors.ByteLevel(trim_offsets=False)
+        return processors.RobertaProcessing(*ends, trim_offsets=True, add_prefix_space=False)
+    if not families[family]['ends']: return processors.ByteLevel(trim_offsets=False)
+    a,b = families[family]['ends']
+    special = [(o, tok.token_to_id(o)) for o in (a, b)]
+    return processors.TemplateProcessing(single=f'{a} $A {b}', pair=f'{a} $A {b} $B:1 {b}:1', special_tokens=special)
+
+def _train(texts, size, family):
+    "A tokenizer of `tokenizers`"
+    from tokenizers import AddedToken
+    fam = families[family]
+    names = fam['specials'].split()
+    tok = (_wordpiece if fam['kind'] == 'wordpiece' else _bpe)(texts, size, names)
+    tok.add_special_tokens([AddedToken(o, lstrip=o == '<mask>', special=True) for o in names])
+    tok.post_processor = _ends(tok, family)
     return tok
+
+# %% ../../nbs/text/03_sources.ipynb #6f271aec
+def _wrap(tok, fam):
+    "transformers' tokenizer around one of `tokenizers`"
+    from transformers import PreTrainedTokenizerFast
+    types = ['token_type_ids'] if fam['kind'] == 'wordpiece' and fam.get('types', True) else []
+    return PreTrainedTokenizerFast(tokenizer_object=tok, model_max_length=fam.get('longest', 512),
+                                   model_input_names=['input_ids', *types, 'attention_mask'], **_names(fam))
 
 # %% ../../nbs/text/03_sources.ipynb #3773c5cc
 def train_tokenizer(texts, # Strings
                     vocab_size=None, # Tokens at most; None: as the family's published models have
                     family='bert', # One of `families`
                     key=None, # Names the texts in the cache; None: their fingerprint
-    ): # transformers' fast tokenizer, with `info`: family, kind, vocab_size, wanted (None: as many as wanted) and folder
+    ): # transformers' fast tokenizer; `info`: family, kind, vocab_size, wanted (None: as many as wanted), folder
     "A tokenizer trained on `texts`, from the cache where it has been trained before"
     import tokenizers
     if family not in families: raise UserError(unknown('tokenizer family', family, list(families)))
@@ -195,14 +259,11 @@ def train_tokenizer(texts, # Strings
         build_folder(folder, lambda tmp: _wrap(_train(texts, size, family), fam).save_pretrained(tmp))
     from transformers import PreTrainedTokenizerFast
     try: tok = PreTrainedTokenizerFast.from_pretrained(folder)
-    except (OSError, ValueError): raise DataUnavailable(f'{folder} holds no tokenizer any more: remove that folder and run again') from None
-    tok.info = dict(family=family, kind=fam['kind'], vocab_size=len(tok), wanted=None if len(tok) == size else size, folder=str(folder))
+    except (OSError, ValueError):
+        raise DataUnavailable(f'{folder} holds no tokenizer any more: remove that folder and run again') from None
+    wanted = None if len(tok) == size else size
+    tok.info = dict(family=family, kind=fam['kind'], vocab_size=len(tok), wanted=wanted, folder=str(folder))
     return tok
-
-def _wrap(tok, fam):
-    from transformers import PreTrainedTokenizerFast
-    names = ['input_ids', *(['token_type_ids'] if fam['kind'] == 'wordpiece' and fam.get('types', True) else []), 'attention_mask']
-    return PreTrainedTokenizerFast(tokenizer_object=tok, model_max_length=fam.get('longest', 512), model_input_names=names, **_names(fam))
 
 # %% ../../nbs/text/03_sources.ipynb #e6a1fd7c
 def source_tokenizer(data, # A source's name, or a `TextSet`
@@ -216,6 +277,7 @@ def source_tokenizer(data, # A source's name, or a `TextSet`
     mark = fingerprint(ts.train.texts)
     tok = train_tokenizer(ts.train.texts, vocab_size, family, key=f'{ts.source.name}-{ts.source.version}-{mark}')
     tok.info |= dict(source=ts.source.name, fingerprint=mark)
-    if tok.info['wanted']: warnings.warn(f"{ts.source.name} yields {len(tok):,} tokens of the {tok.info['wanted']:,} that {family} has: a model built "
-                                         f"for them has a smaller embedding", stacklevel=2)
+    if wanted := tok.info['wanted']:
+        warnings.warn(f"{ts.source.name} yields {len(tok):,} tokens of the {wanted:,} that {family} has: "
+                      "a model built for them has a smaller embedding", stacklevel=2)
     return tok

@@ -26,6 +26,7 @@ class TextSource:
     n: int|None = None # Texts that are generated
     words: str = 'prose' # How it is cut into words: 'prose', or 'split' at blanks, one line after another
 
+# %% ../../nbs/text/02_split.ipynb #7d01b20e
 @dataclass
 class Texts:
     "Texts with their labels, in two lists of the same length"
@@ -38,6 +39,7 @@ class Texts:
         "Those at `idxs`, in that order"
         return Texts(*(None if o is None else [o[i] for i in idxs] for o in (self.texts, self.labels, self.groups)))
 
+# %% ../../nbs/text/02_split.ipynb #d6ebbbca
 @dataclass
 class TextSet:
     "The texts of a source"
@@ -78,8 +80,10 @@ def read_text(path # A file in UTF-8
     b = Path(path).read_bytes()
     try: return b.decode('utf-8-sig')
     except UnicodeDecodeError as e:
-        raise UserError(f'{path} is no UTF-8 text: byte {b[e.start]:#04x} at position {e.start:,}. Convert it (`iconv -t utf-8`) or remove it') from None
+        raise UserError(f'{path} is no UTF-8 text: byte {b[e.start]:#04x} at position {e.start:,}. '
+                        'Convert it (`iconv -t utf-8`) or remove it') from None
 
+# %% ../../nbs/text/02_split.ipynb #be28b6c1
 def read_table(path, # A CSV file
                *cols, # Names of columns that it must have; numbers: a file without a line of names
     ): # DataFrame; cells that are empty are ''
@@ -89,7 +93,8 @@ def read_table(path, # A CSV file
     bare = all(isinstance(o, int) for o in cols) and bool(cols)
     try: df = pd.read_csv(path, header=None if bare else 0, keep_default_na=False)
     except pd.errors.EmptyDataError: raise UserError(f'{path} is empty: a table of texts has a row for each') from None
-    except pd.errors.ParserError as e: raise UserError(f'{path} is no table: {str(e).strip().splitlines()[-1]}') from None
+    except pd.errors.ParserError as e:
+        raise UserError(f'{path} is no table: {str(e).strip().splitlines()[-1]}') from None
     for o in cols:
         if o not in df.columns: raise UserError(f'{path}: '+unknown('column', o, [str(c) for c in df.columns]))
     if not len(df): raise UserError(f'{path} has names of columns and no row')

@@ -17,14 +17,17 @@ def _members(o): # of a list of lists, the innermost
 
 def _is_stack(o): return isinstance(o, nn.ModuleList) and any(next(m.children(), None) is not None for m in o)
 
+# %% ../../nbs/text/19_splitter.ipynb #fe11afb3
 def _stacks(module, name=''):
     "(name of the parent, name of its last list, blocks) for each stack; a block is a list of modules"
     lists = {k: _members(o) for k,o in module.named_children() if isinstance(o, nn.ModuleList)}
-    main = {k: o for k,o in lists.items() if _is_stack(module.get_submodule(k)) or any(isinstance(m, nn.ModuleList) for m in module.get_submodule(k))}
+    def is_main(o): return _is_stack(o) or any(isinstance(m, nn.ModuleList) for m in o)
+    main = {k: o for k,o in lists.items() if is_main(module.get_submodule(k))}
     for k,o in module.named_children():
         path = f'{name}.{k}' if name else k
         if k in main:
-            if k != next((j for j in main if len(main[j]) == len(main[k])), None): continue  # side by side with an earlier one
+            first = next((j for j in main if len(main[j]) == len(main[k])), None)
+            if k != first: continue  # side by side with an earlier one
             beside = {j: m for j,m in lists.items() if len(m) == len(lists[k])}
             yield name, list(beside)[-1], [list(b) for b in zip(*beside.values())]
         elif k not in lists: yield from _stacks(o, path)
@@ -35,6 +38,7 @@ def _is_embedding(module, path):
     if any('emb' in o.lower() for o in parts): return True
     return isinstance(module.get_submodule('.'.join(parts[:-1])), nn.Embedding)
 
+# %% ../../nbs/text/19_splitter.ipynb #1da5696f
 def _place(base, name, stacks):
     "Where the parameter `name` of `base` belongs: 'head', 'before', or the number of the stack that it follows"
     low = name.lower()
@@ -46,31 +50,41 @@ def _place(base, name, stacks):
     parts,res = name.split('.'),'before'
     for i,(parent,last,_) in enumerate(stacks):
         at = parent.split('.') if parent else []
-        k = next((j for j,(a,b) in enumerate(zip(at, parts)) if a != b), min(len(at), len(parts)-1))  # where the ways part
+        part = (j for j,(a,b) in enumerate(zip(at, parts)) if a != b) # where the ways part
+        k = next(part, min(len(at), len(parts)-1))
         mine,its = parts[k],(at+[last])[k]
         order = [o for o,_ in base.get_submodule('.'.join(parts[:k])).named_children()]
         if mine in order and its in order and order.index(mine) > order.index(its): res = i
     return res
 
 # %% ../../nbs/text/19_splitter.ipynb #3890a784
+def _owners(stacks):
+    "Parameter -> number of its block, counted through all stacks; the number of each stack's last block"
+    owner,n,ends = {},0,[]
+    for _,_,blocks in stacks:
+        for b in blocks:
+            n += 1
+            for p in (p for m in b for p in m.parameters()): owner.setdefault(id(p), n)
+        ends.append(n)
+    return owner,ends
+
+# %% ../../nbs/text/19_splitter.ipynb #e8699739
 def _parts(model):
     "Names of parameters: embeddings, each block with what follows it, head"
     hf = getattr(model, 'hf', model)
     base = getattr(hf, 'base_model', hf)
     stacks = list(_stacks(base))
-    if not stacks: raise UserError(f'{type(hf).__name__} has no stack of blocks: pass a splitter of your own, a function from the model to lists of parameters')
-    owner,blocks,ends = {},[],[]
-    for _,_,bs in stacks:
-        for b in bs:
-            for m in b:
-                for p in m.parameters(): owner.setdefault(id(p), len(blocks)+1)
-            blocks.append(b)
-        ends.append(len(blocks))
-    head = len(blocks)+1
+    if not stacks:
+        raise UserError(f'{type(hf).__name__} has no stack of blocks: '
+                        'pass a splitter of your own, a function from the model to lists of parameters')
+    owner,ends = _owners(stacks)
+    head = ends[-1]+1
     for name,p in base.named_parameters():
         if id(p) in owner: continue
         at = _place(base, name, stacks)
-        if base is hf and at not in ('before', 'head') and '.' not in stacks[-1][0] and name.split('.')[0] not in {o[0].split('.')[0] for o in stacks}: at = 'head'
+        if base is hf and at not in ('before', 'head') and '.' not in stacks[-1][0]:
+            beside = {o[0].split('.')[0] for o in stacks}
+            if name.split('.')[0] not in beside: at = 'head'
         owner[id(p)] = 0 if at == 'before' else head if at == 'head' else ends[at]
     groups = [[] for _ in range(head+1)]
     for _,p in model.named_parameters(): groups[owner.get(id(p), head)].append(p)
@@ -91,6 +105,7 @@ def hf_splitter(model # An `HFModel`, or a model of transformers
     first,*layers,head = _parts(model)
     return L(first, [p for o in layers for p in o], head)
 
+# %% ../../nbs/text/19_splitter.ipynb #2771e34b
 def layer_groups(model # An `HFModel`, or a model of transformers
     )->L: # Parameters of embeddings, of each layer, of the head
     "A group for every layer; of an encoder-decoder the encoder's first"
@@ -102,11 +117,15 @@ def layer_decay(model, # An `HFModel`, or a Learner with `splitter=layer_groups`
                 decay:float=.9, # Share of the rate that the layer below gets, above 0 to 1
     )->list: # A rate for each of `layer_groups`, embeddings first
     "Rates that fall from layer to layer, towards the embeddings"
-    if not 0 < decay <= 1: raise UserError(f'decay={decay!r} cannot be: the share of its rate that a layer passes on to the one below, above 0 to 1')
+    if not 0 < decay <= 1:
+        raise UserError(f'decay={decay!r} cannot be: the share of its rate that a layer passes on to the one below, '
+                        'above 0 to 1')
     learn = model if hasattr(model, 'splitter') and hasattr(model, 'opt_func') else None
     n = len(layer_groups(learn.model if learn else model))
     if learn:
         have = len(learn.opt.param_lists) if learn.opt is not None else len(learn.splitter(learn.model))
-        if have != n: raise UserError(f'the Learner has {have} groups of parameters, and there are {n} layers (embeddings and head included): '
+        if have != n:
+            raise UserError(f'the Learner has {have} groups of parameters, '
+                            f'and there are {n} layers (embeddings and head included): '
                                       'make it with splitter=layer_groups')
     return [lr*decay**(n-1-i) for i in range(n)]

@@ -16,7 +16,7 @@ from fastai.learner import Metric
 from fastai.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat, MSELossFlat
 from fastai.metrics import F1ScoreMulti, PearsonCorrCoef, R2Score, accuracy, accuracy_multi
 from fastai.torch_core import default_device, to_device
-from fastcore.basics import merge
+from fastcore.basics import merge, patch
 
 from ..errors import UserError, unknown
 from .dataset import ShowsTexts, TextDataset
@@ -33,6 +33,7 @@ def decoded(tokenizer, # A tokenizer of transformers
     "Texts of tokens, without the special ones"
     return [tokenizer.decode(o[o >= 0], skip_special_tokens=True).strip() for o in rows]
 
+# %% ../../nbs/text/14_task.ipynb #9537fa18
 class Task:
     "What a task needs; `vocab` are the names of its labels"
     name,head = None,None # `head` is one of `auto_classes`
@@ -57,57 +58,76 @@ class Task:
         "What the loss of a batch is a mean of: examples, or the tokens that count"
         return (y != -100).sum() if self.per_token else len(y)
     def metrics(self): return []
-    def collate(self, tokenizer, # A tokenizer of transformers
-                examples, # What the data set holds, a list
-                max_length=512, # Tokens of a text that are kept
-        ): # `(x, y)`: a dict of tensors and the targets; `(x,)` where examples have none
-        "Examples to a batch"
-        raise NotImplementedError
-    def finish(self, x, # Dict of a batch that a loader made of `encode`
-               y=None, # Its targets, one a text
-        ): # (x, y), or (x,)
-        "A batch with its targets"
-        return (x,) if y is None else (x, y)
-    def columns(self, tokenizer, # A tokenizer of transformers
-                b, # A batch
-                out=None, # Its decoded predictions
-                max_n=9, # Examples at most
-        )->dict: # Name of a column -> values
-        "What `show_batch` and `show_results` show"
-        res = dict(text=decoded(tokenizer, by_text(b[0], b[0]['input_ids'], max_n)))
-        if len(b) > 1: res['category'] = [self.answer(None, o) for o in b[1][:max_n].cpu()]
-        return res if out is None else res | dict(prediction=[self.answer(None, o) for o in out[:max_n]])
-    def results(self, learn, # The Learner
-                b, # A batch
-                max_n, # Examples that are shown
-        ): # What `columns` takes for predictions
-        "The predictions of a batch, to be shown"
-        return learn.get_preds(dl=[b], with_decoded=True)[2]
-
-    def answer(self, pred, # Activated prediction for one example
-               dec, # Decoded prediction for it
-        ): # As a person would say it
-        "The prediction in words"
-        return dec.tolist()
     def bind(self, learn # The Learner
         ):
         "Called once when the Learner is made"
 
-    def predict(self, learn, # The Learner
-                items, # A list of examples without targets, or a DataFrame
-                **kwargs, # For `get_preds`
-        )->list: # (answer, decoded tensor, prediction) for each
-        "What the model says of raw examples, in their order"
-        with learn.no_bar(): preds,_,dec = learn.get_preds(dl=learn.dls.test_dl(items, num_workers=0), with_decoded=True, **kwargs)
-        return [(self.answer(p, d), d, p) for p,d in zip(preds, dec)]
-
-    def is_one(self, item, # What `predict` was given
-               pairs, # Is an example a pair of texts?
-        )->bool:
-        "Is it a single example?"
-        return isinstance(item, str) or isinstance(item, tuple) and len(item) == 2 and pairs
-
     def __repr__(self): return f'{type(self).__name__}({", ".join(f"{k}={v!r}" for k,v in self.settings.items())})'
+
+# %% ../../nbs/text/14_task.ipynb #b0df1c88
+@patch
+def collate(self:Task, tokenizer, # A tokenizer of transformers
+            examples, # What the data set holds, a list
+            max_length=512, # Tokens of a text that are kept
+    ): # `(x, y)`: a dict of tensors and the targets; `(x,)` where examples have none
+    "Examples to a batch"
+    raise NotImplementedError
+
+# %% ../../nbs/text/14_task.ipynb #a7b22d71
+@patch
+def finish(self:Task, x, # Dict of a batch that a loader made of `encode`
+           y=None, # Its targets, one a text
+    ): # (x, y), or (x,)
+    "A batch with its targets"
+    return (x,) if y is None else (x, y)
+
+# %% ../../nbs/text/14_task.ipynb #03cf0543
+@patch
+def columns(self:Task, tokenizer, # A tokenizer of transformers
+            b, # A batch
+            out=None, # Its decoded predictions
+            max_n=9, # Examples at most
+    )->dict: # Name of a column -> values
+    "What `show_batch` and `show_results` show"
+    res = dict(text=decoded(tokenizer, by_text(b[0], b[0]['input_ids'], max_n)))
+    if len(b) > 1: res['category'] = [self.answer(None, o) for o in b[1][:max_n].cpu()]
+    return res if out is None else res | dict(prediction=[self.answer(None, o) for o in out[:max_n]])
+
+# %% ../../nbs/text/14_task.ipynb #6a15be09
+@patch
+def results(self:Task, learn, # The Learner
+            b, # A batch
+            max_n, # Examples that are shown
+    ): # What `columns` takes for predictions
+    "The predictions of a batch, to be shown"
+    return learn.get_preds(dl=[b], with_decoded=True)[2]
+
+# %% ../../nbs/text/14_task.ipynb #f1c43328
+@patch
+def answer(self:Task, pred, # Activated prediction for one example
+           dec, # Decoded prediction for it
+    ): # As a person would say it
+    "The prediction in words"
+    return dec.tolist()
+
+# %% ../../nbs/text/14_task.ipynb #9bfd7816
+@patch
+def predict(self:Task, learn, # The Learner
+            items, # A list of examples without targets, or a DataFrame
+            **kwargs, # For `get_preds`
+    )->list: # (answer, decoded tensor, prediction) for each
+    "What the model says of raw examples, in their order"
+    dl = learn.dls.test_dl(items, num_workers=0)
+    with learn.no_bar(): preds,_,dec = learn.get_preds(dl=dl, with_decoded=True, **kwargs)
+    return [(self.answer(p, d), d, p) for p,d in zip(preds, dec)]
+
+# %% ../../nbs/text/14_task.ipynb #74838cc1
+@patch
+def is_one(self:Task, item, # What `predict` was given
+           pairs, # Is an example a pair of texts?
+    )->bool:
+    "Is it a single example?"
+    return isinstance(item, str) or isinstance(item, tuple) and len(item) == 2 and pairs
 
 # %% ../../nbs/text/14_task.ipynb #2830d396
 def find_task(task, # A name in `tasks`, a `Task`, or a class of them
@@ -133,9 +153,12 @@ def label_kind(dls # `DataLoaders` of labelled texts
         else:
             y = torch.as_tensor(y)
             kind = 'regression' if getattr(dls, 'vocab', None) is None else 'multi' if y.ndim else 'single'
-    if kind == 'none': raise UserError('these texts have no labels, so nothing can be learned from them: name the column (label_col=), or use a language model task')
+    if kind == 'none':
+        raise UserError('these texts have no labels, so nothing can be learned from them: '
+                        'name the column (label_col=), or use a language model task')
     return kind
 
+# %% ../../nbs/text/14_task.ipynb #0fab96d2
 def encode(tokenizer, # A tokenizer of transformers
            texts, # Strings, or pairs
            max_length=512, # Tokens that are kept
@@ -146,6 +169,8 @@ def encode(tokenizer, # A tokenizer of transformers
     return dict(tokenizer(*args, truncation=True, max_length=max_length, padding=True, return_tensors='pt', **kwargs))
 
 # %% ../../nbs/text/14_task.ipynb #e7e0fa05
+_losses = dict(single=CrossEntropyLossFlat, multi=BCEWithLogitsLossFlat, regression=MSELossFlat)
+
 class SequenceClassification(Task):
     "A label, several labels, or numbers for a text or a pair of texts"
     name = head = 'sequence-classification'
@@ -153,9 +178,11 @@ class SequenceClassification(Task):
                  kind:str='single', # 'single', 'multi' (each label or not) or 'regression'
                  n:int=1, # How many numbers a regression predicts
         ):
-        if kind not in ('single', 'multi', 'regression'): raise UserError(unknown('kind of labels', kind, ['single', 'multi', 'regression']))
+        if kind not in _losses:
+            raise UserError(unknown('kind of labels', kind, list(_losses)))
         if kind != 'regression' and (vocab is None or len(vocab) < (2 if kind == 'single' else 1)):
-            raise UserError(f'the data has {len(vocab or ())} label ({", ".join(map(str, vocab or ()))}): there is nothing to tell apart')
+            raise UserError(f'the data has {len(vocab or ())} label ({", ".join(map(str, vocab or ()))}): '
+                            'there is nothing to tell apart')
         self.vocab,self.kind,self.n = None if kind == 'regression' else list(vocab),kind,n
 
     @classmethod
@@ -167,20 +194,28 @@ class SequenceClassification(Task):
 
     @property
     def n_out(self): return self.n if self.kind == 'regression' else len(self.vocab)
-    def loss_func(self): return dict(single=CrossEntropyLossFlat, multi=BCEWithLogitsLossFlat, regression=MSELossFlat)[self.kind]()
+    def loss_func(self): return _losses[self.kind]()
     def metrics(self):
         if self.kind == 'single': return [accuracy]
-        return [accuracy_multi, F1ScoreMulti(average='micro')] if self.kind == 'multi' else [PearsonCorrCoef(), R2Score()]
+        if self.kind == 'multi': return [accuracy_multi, F1ScoreMulti(average='micro')]
+        return [PearsonCorrCoef(), R2Score()]
 
-    def collate(self, tokenizer, examples, max_length=512):
-        if not isinstance(examples[0], (tuple, list)) or len(examples[0]) < 2: return encode(tokenizer, [o if isinstance(o, str) else o[0] for o in examples], max_length),
-        y = torch.as_tensor([o[1] for o in examples]) if self.kind == 'single' else torch.stack([torch.as_tensor(o[1], dtype=torch.float) for o in examples])
-        return encode(tokenizer, [o[0] for o in examples], max_length), y
+# %% ../../nbs/text/14_task.ipynb #a40d37f2
+@patch
+def collate(self:SequenceClassification, tokenizer, examples, max_length=512):
+    bare = not isinstance(examples[0], (tuple, list)) or len(examples[0]) < 2
+    if bare: return encode(tokenizer, [o if isinstance(o, str) else o[0] for o in examples], max_length),
+    ys = [o[1] for o in examples]
+    if self.kind == 'single': y = torch.as_tensor(ys)
+    else: y = torch.stack([torch.as_tensor(o, dtype=torch.float) for o in ys])
+    return encode(tokenizer, [o[0] for o in examples], max_length), y
 
-    def answer(self, pred, dec):
-        if self.kind == 'regression': return dec.item() if dec.numel() == 1 else dec.tolist()
-        if self.kind == 'multi': return [o for o,p in zip(self.vocab, dec) if p]
-        return self.vocab[int(dec)]
+# %% ../../nbs/text/14_task.ipynb #ef903fc5
+@patch
+def answer(self:SequenceClassification, pred, dec):
+    if self.kind == 'regression': return dec.item() if dec.numel() == 1 else dec.tolist()
+    if self.kind == 'multi': return [o for o,p in zip(self.vocab, dec) if p]
+    return self.vocab[int(dec)]
 
 # %% ../../nbs/text/14_task.ipynb #f54c7fb4
 class ShareRight(Metric):
@@ -197,6 +232,7 @@ class ShareRight(Metric):
     @property
     def value(self): return self.right/self.n if self.n else None
 
+# %% ../../nbs/text/14_task.ipynb #ec339781
 class TokenAccuracy(ShareRight):
     "Share of right tags, of those that count"
     name = 'accuracy'
@@ -217,7 +253,8 @@ class TaskDL(ShowsTexts, TfmdDL):
                  num_workers:int=0, # Processes that make batches
                  **kwargs):
         self.task,self.tokenizer,self.max_length,self.seed = task,tokenizer,max_length,seed
-        super().__init__(dataset, bs=bs, shuffle=shuffle, num_workers=num_workers, **merge(dict(do_setup=False), kwargs))
+        super().__init__(dataset, bs=bs, shuffle=shuffle, num_workers=num_workers,
+                         **merge(dict(do_setup=False), kwargs))
         if seed is not None: self.rng = random.Random(seed)
 
     def _one_pass(self): self._n_inp,self._types = 1,{}
@@ -245,6 +282,7 @@ class ExampleTokens(BatchTokenizer):
     def chars(self, o): return self.task.size(o)[0]
     def most(self, o): return self.task.size(o)[1] + self.added
 
+# %% ../../nbs/text/14_task.ipynb #2e07a001
 class ExampleDataset(TextDataset):
     "Examples of a task, as what is drawn"
     def __init__(self, examples, # A list
@@ -254,9 +292,11 @@ class ExampleDataset(TextDataset):
         super().__init__(*tokens.task.units(tokens.tokenizer, examples, tokens.max_length), tokens.task.vocab, None)
     def like(self, items): return ExampleDataset(list(items), self.tokens)
 
+# %% ../../nbs/text/14_task.ipynb #d649184b
 def _by_tokens(task, train, valid, tokenizer, bs, max_length, seed, loader, max_tokens, pad_to_multiple_of, **kwargs):
     if loader not in kinds: raise UserError(unknown('loader', loader, kinds))
-    if not hasattr(task, 'encode'): raise UserError(f"loader={loader!r} cannot be: {task.name} makes batches of whole examples. Leave loader out")
+    if not hasattr(task, 'encode'):
+        raise UserError(f"loader={loader!r} cannot be: {task.name} makes batches of whole examples. Leave loader out")
     tokens = ExampleTokens(task, tokenizer, max_length, pad_to_multiple_of)
     if max_tokens is None and loader in ('budget', 'packed'): max_tokens = bs*tokens.max_length//2
     train,valid = (ExampleDataset(list(o), tokens) for o in (train, valid))
@@ -272,7 +312,7 @@ def task_dls(task, # A `Task`
              max_length:int=512, # Tokens of a text that are kept
              seed=42, # Of the order
              device=None, # Where batches go; None: fastai's default
-             loader=None, # 'sorted', 'budget', 'packed' or 'random', as for `hf_dls`; None: random batches, made by the task's `collate`
+             loader=None, # As for `hf_dls`; None: random batches, made by the task's `collate`
              max_tokens=None, # Tokens in a batch of 'budget' (with padding) and 'packed'; None: bs*max_length/2
              pad_to_multiple_of=None, # Round the length of a padded batch up, where there is a `loader`
              **kwargs, # For `TextDL`, or without `loader` for `TaskDL`
@@ -281,14 +321,17 @@ def task_dls(task, # A `Task`
     for o,part in (('train', train), ('valid', valid)):
         if not len(part): raise UserError(f'{o} has no examples')
     pad_with_end(tokenizer)
-    if loader is not None: dls,max_tokens = _by_tokens(task, train, valid, tokenizer, bs, max_length, seed, loader, max_tokens, pad_to_multiple_of, **kwargs)
-    else:
+    if loader is None:
         dl = TaskDL(list(train), task, tokenizer, bs, max_length, True, seed, **kwargs)
         dls = DataLoaders(dl, dl.new(list(valid), shuffle=False))
+    else: dls,max_tokens = _by_tokens(task, train, valid, tokenizer, bs, max_length, seed, loader, max_tokens,
+                                      pad_to_multiple_of, **kwargs)
     dls.to(torch.device(device) if device is not None else default_device())
-    dls.info = dict(n_train=len(train), n_valid=len(valid), bs=bs, loader=loader, max_tokens=max_tokens, max_length=max_length, seed=seed, pad_fallback=getattr(tokenizer, 'pad_fallback', None))
+    dls.info = dict(n_train=len(train), n_valid=len(valid), bs=bs, loader=loader, max_tokens=max_tokens,
+                    max_length=max_length, seed=seed, pad_fallback=getattr(tokenizer, 'pad_fallback', None))
     return dls
 
+# %% ../../nbs/text/14_task.ipynb #ccf57901
 def batch_outputs(learn, # The Learner
                   examples, # A list
                   bs:int=32, # Examples in a batch

@@ -21,8 +21,9 @@ from ..errors import UserError
 _files = ('tokenizer.json', 'tokenizer_config.json', 'vocab.txt', 'vocab.json', 'spiece.model', 'tokenizer.model')
 
 def _missing(name, why):
-    return DataUnavailable(f'cannot get the tokenizer of {name}: {why}. A local folder or a tokenizer works offline, and so does '
-                           "one trained on the texts: fastbench.text.sources.train_tokenizer; with a network, one run keeps it in the cache")
+    instead = ('A local folder or a tokenizer works offline, and so does one trained on the texts: '
+               'fastbench.text.sources.train_tokenizer; with a network, one run keeps it in the cache')
+    return DataUnavailable(f'cannot get the tokenizer of {name}: {why}. {instead}')
 
 # %% ../../nbs/text/06_tokenize.ipynb #a6913177
 def find_tokenizer(tokenizer, # A hub name, a folder, or a tokenizer of transformers
@@ -34,9 +35,13 @@ def find_tokenizer(tokenizer, # A hub name, a folder, or a tokenizer of transfor
     from transformers import AutoTokenizer
     name,folder = str(tokenizer),Path(tokenizer)
     if folder.is_dir():
-        if not any((folder/o).is_file() for o in _files): raise DataUnavailable(f'{folder} has no tokenizer (none of {", ".join(_files)}): save one there with tokenizer.save_pretrained, or name another')
+        if not any((folder/o).is_file() for o in _files):
+            raise DataUnavailable(f'{folder} has no tokenizer (none of {", ".join(_files)}): '
+                                  'save one there with tokenizer.save_pretrained, or name another')
         try: return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as e: raise DataUnavailable(f'the tokenizer in {folder} cannot be read ({short(e)}): is tokenizer.json whole? Save it there again') from None
+        except Exception as e:
+            raise DataUnavailable(f'the tokenizer in {folder} cannot be read ({short(e)}): '
+                                  'is tokenizer.json whole? Save it there again') from None
     if name.count('/') > 1 or name.startswith(('.', '~')): raise _missing(name, 'there is no such folder')
     try:
         have = cached(name, _files, revision) is not None
@@ -51,13 +56,17 @@ def pad_with_end(tokenizer # A tokenizer of transformers, changed in place
     t = tokenizer
     if t.pad_token_id is None:
         t.pad_token = t.pad_fallback = t.eos_token or t.unk_token
-        if t.pad_token_id is None: raise UserError(f'{_name(t)} has no token to pad with, none for the end and none for the unknown: set tokenizer.pad_token')
-        warnings.warn(f'the tokenizer {_name(t)} has no token to pad with: {t.pad_token!r} stands in, and masks tell it from the one in texts. '
+        if t.pad_token_id is None:
+            raise UserError(f'{_name(t)} has no token to pad with, none for the end and none for the unknown: '
+                            'set tokenizer.pad_token')
+        stands_in = f'{t.pad_token!r} stands in, and masks tell it from the one in texts'
+        warnings.warn(f'the tokenizer {_name(t)} has no token to pad with: {stands_in}. '
                       'For another, set tokenizer.pad_token before it is used', stacklevel=2)
     return t
 
 def _name(t): return Path(str(t.name_or_path)).name or type(t).__name__
 
+# %% ../../nbs/text/06_tokenize.ipynb #e325c92d
 def pad_is_word(tokenizer # A tokenizer of transformers
     )->bool:
     "May the token that pads stand in a text, too?"
@@ -85,7 +94,9 @@ class BatchTokenizer:
         t = self.tokenizer
         most = t.model_max_length if t.model_max_length < 10**9 else None
         if max_length is not None and (not isinstance(max_length, int) or max_length <= t.num_special_tokens_to_add()):
-            raise UserError(f'max_length={max_length!r} cannot be: it is a number of tokens, more than the {t.num_special_tokens_to_add()} that {type(t).__name__} adds to each text')
+            raise UserError(f'max_length={max_length!r} cannot be: '
+                            f'it is a number of tokens, more than the {t.num_special_tokens_to_add()} that '
+                            f'{type(t).__name__} adds to each text')
         self.max_length = min(filter(None, (max_length, most)), default=None)
         pad_with_end(t)
         names,self.added = t.model_input_names,t.num_special_tokens_to_add(True)
@@ -94,18 +105,24 @@ class BatchTokenizer:
         self.fill = dict(input_ids=t.pad_token_id, token_type_ids=t.pad_token_type_id, special_tokens_mask=1)
         self.empty = next(o for o in (t.eos_token_id, t.bos_token_id, t.unk_token_id, t.pad_token_id) if o is not None)
 
-    def encode(self, texts # Texts, or pairs of texts
-        )->list: # For each a dict of arrays, as long as the text has tokens
-        "The tokens of `texts`"
-        short = texts if self.max_length is None or not self.direct else [_shortened(o, _head*self.max_length) for o in texts]
-        res = self._encode(short)
-        for i,(a,b) in enumerate(zip(short, texts)):
-            if a is not b and a != b and len(res[i]['input_ids']) < self.max_length: res[i] = self._encode([b])[0]
-        for o in res:
-            if not len(o['input_ids']): o.update({k: np.array([self.empty if k == 'input_ids' else 0], np.int32) for k in o})
-        return res
+    def __repr__(self):
+        settings = f'max_length={self.max_length}, pad_to_multiple_of={self.pad_to_multiple_of}'
+        return f'{type(self).__name__}({type(self.tokenizer).__name__}, {settings})'
 
-    def __repr__(self): return f'{type(self).__name__}({type(self.tokenizer).__name__}, max_length={self.max_length}, pad_to_multiple_of={self.pad_to_multiple_of})'
+# %% ../../nbs/text/06_tokenize.ipynb #8a7406a6
+@patch
+def encode(self:BatchTokenizer, texts # Texts, or pairs of texts
+    )->list: # For each a dict of arrays, as long as the text has tokens
+    "The tokens of `texts`"
+    short = texts
+    if self.direct and self.max_length is not None: short = [_shortened(o, _head*self.max_length) for o in texts]
+    res = self._encode(short)
+    for i,(a,b) in enumerate(zip(short, texts)):
+        if a is not b and a != b and len(res[i]['input_ids']) < self.max_length: res[i] = self._encode([b])[0]
+    for o in res:
+        if len(o['input_ids']): continue
+        o.update({k: np.array([self.empty if k == 'input_ids' else 0], np.int32) for k in o})
+    return res
 
 # %% ../../nbs/text/06_tokenize.ipynb #e81814bf
 @patch
@@ -123,7 +140,10 @@ def _encode(self:BatchTokenizer, texts):
     t.set_truncation_and_padding(PaddingStrategy.DO_NOT_PAD, cut, self.max_length or 0, 0, None, t.padding_side)
     got = t.backend_tokenizer.encode_batch_fast(texts)
     types = 'token_type_ids' in self.keys
-    return [dict(input_ids=np.array(o.ids, np.int32), **(dict(token_type_ids=np.array(o.type_ids, np.int32)) if types else {})) for o in got]
+    res = [dict(input_ids=np.array(o.ids, np.int32)) for o in got]
+    if types:
+        for r,o in zip(res, got): r['token_type_ids'] = np.array(o.type_ids, np.int32)
+    return res
 
 # %% ../../nbs/text/06_tokenize.ipynb #e9d8c236
 def _bytes(o): return (len(o) if o.isascii() else len(o.encode())) if isinstance(o, str) else sum(map(_bytes, o))
@@ -148,6 +168,7 @@ def length(self:BatchTokenizer, n # Tokens, a number or an array
     m = self.pad_to_multiple_of
     return n if not m else -(-n//m)*m
 
+# %% ../../nbs/text/06_tokenize.ipynb #6a45be68
 @patch
 def pad(self:BatchTokenizer, encoded # What `encode` gave
     )->dict: # Tensors of (texts, tokens), `attention_mask` among them
@@ -155,6 +176,7 @@ def pad(self:BatchTokenizer, encoded # What `encode` gave
     n = np.array([len(o['input_ids']) for o in encoded])
     return self._pad({k: np.concatenate([o[k] for o in encoded]) for k in encoded[0]}, n.cumsum()-n, n)
 
+# %% ../../nbs/text/06_tokenize.ipynb #7432b6bd
 @patch
 def _pad(self:BatchTokenizer, flat, start, n):
     "Texts of `n` tokens that begin at `start` in arrays, as a padded batch"
@@ -192,6 +214,7 @@ def by_text(x, # The dict of a batch
     if 'cu_seq_lens' in x: return list(values[0].split(x['cu_seq_lens'].diff().tolist()))[:max_n]
     return [o[m.bool()] for o,m in zip(values[:max_n], x['attention_mask'].cpu())]
 
+# %% ../../nbs/text/06_tokenize.ipynb #e4034bbd
 @patch
 def decode(self:BatchTokenizer, x, # The dict of a batch
            max_n=None, # Texts at most; None: all

@@ -55,28 +55,35 @@ class TokenClassification(Task):
     per_token = True
     fill = dict(word=-1, tag=-100) # Keys beside the tokenizer's, and what pads them
     def __init__(self, vocab): # Names of the tags
-        if len(vocab) < 2: raise UserError(f'there is one tag only ({vocab[0] if vocab else "none"}): nothing to tell apart')
+        if len(vocab) < 2:
+            raise UserError(f'there is one tag only ({vocab[0] if vocab else "none"}): nothing to tell apart')
         self.vocab = list(vocab)
 
     @classmethod
     def of(cls, examples): # (words, tags) each
         "The task with the tags that occur in `examples`, `O` first"
         for i,(words,tags) in enumerate(examples):
-            if isinstance(words, str) or len(words) != len(tags): raise UserError(f'example {i} has {len(words)} words and {len(tags)} tags: an example is a list of words and as many tags')
+            if isinstance(words, str) or len(words) != len(tags):
+                raise UserError(f'example {i} has {len(words)} words and {len(tags)} tags: '
+                                'an example is a list of words and as many tags')
         return cls(sorted({t for _,tags in examples for t in tags}, key=lambda o: (o != 'O', o)))
 
     @classmethod
     def from_dls(cls, dls, **settings): return getattr(dls.train, 'task', None) or cls(dls.vocab, **settings)
     @property
     def n_out(self): return len(self.vocab)
-    def metrics(self): return [TokenAccuracy(), *([EntityF1(self.vocab)] if any(str(o)[:2] in ('B-', 'I-') for o in self.vocab) else [])]
-    def is_one(self, item, pairs): return isinstance(item, str) or len(item) and isinstance(item[0], str) and not any(' ' in o for o in item)
+    def metrics(self):
+        marked = any(str(o)[:2] in ('B-', 'I-') for o in self.vocab)
+        return [TokenAccuracy(), EntityF1(self.vocab)] if marked else [TokenAccuracy()]
+    def is_one(self, item, pairs):
+        return isinstance(item, str) or len(item) and isinstance(item[0], str) and not any(' ' in o for o in item)
 
 # %% ../../nbs/text/15_tokens.ipynb #ed878fc8
 def _words(o): # of an example: a string, words, or (words, tags)
     if isinstance(o, str): return o.split()
     return list(o[0]) if len(o) and not isinstance(o[0], str) else list(o)
 
+# %% ../../nbs/text/15_tokens.ipynb #794c0902
 def _heads(enc, i):
     "Word -> place of its first token"
     res = {}
@@ -84,28 +91,35 @@ def _heads(enc, i):
         if w is not None: res.setdefault(w, at)
     return res
 
+# %% ../../nbs/text/15_tokens.ipynb #85702d8f
 def _tags(o): # of an example; None where it has none
     return o[1] if len(o) == 2 and not isinstance(o, str) and not isinstance(o[0], str) else None
 
+# %% ../../nbs/text/15_tokens.ipynb #b659874f
 @patch
 def encode(self:TokenClassification, tokenizer, # A fast tokenizer of transformers
            examples, # A list
            max_length=512, # Tokens of a text that are kept
-    )->list: # A dict of arrays each: the tokenizer's keys, `word` (its number, -1 for special tokens) and `tag` (-100 where none counts)
+    )->list: # A dict of arrays each: the tokenizer's keys; `word`, -1 for special tokens; `tag`, -100 where none counts
     "The tokens of examples"
-    if not tokenizer.is_fast: raise UserError(f'{type(tokenizer).__name__} does not tell which token is of which word: token classification needs a fast tokenizer')
-    enc = tokenizer([_words(o) or [tokenizer.unk_token] for o in examples], is_split_into_words=True, truncation=max_length is not None, max_length=max_length)
+    if not tokenizer.is_fast:
+        raise UserError(f'{type(tokenizer).__name__} does not tell which token is of which word: '
+                        'token classification needs a fast tokenizer')
+    enc = tokenizer([_words(o) or [tokenizer.unk_token] for o in examples], is_split_into_words=True,
+                    truncation=max_length is not None, max_length=max_length)
     at,res = {o: i for i,o in enumerate(self.vocab)},[]
     for i,o in enumerate(examples):
         keys = {k: np.asarray(v[i], np.int32) for k,v in enc.items() if k != 'attention_mask'}
         word = np.array([-1 if w is None else w for w in enc.word_ids(i)], np.int32)
         tag,tags = np.full_like(word, -100),_tags(o)
         for w,place in _heads(enc, i).items() if tags is not None else ():
-            if tags[w] not in at: raise UserError(f'the tag {tags[w]!r} is none of those for training ({", ".join(self.vocab)})')
+            if tags[w] not in at:
+                raise UserError(f'the tag {tags[w]!r} is none of those for training ({", ".join(self.vocab)})')
             tag[place] = at[tags[w]]
         res.append(keys | dict(word=word, tag=tag))
     return res
 
+# %% ../../nbs/text/15_tokens.ipynb #35051b7e
 @patch
 def units(self:TokenClassification,
           tokenizer, # Not asked
@@ -122,6 +136,7 @@ def size(self:TokenClassification, o # An example
     words = _words(o)
     return sum(map(len, words)) + len(words), sum(len(w.encode()) for w in words) + 2*len(words) + 1
 
+# %% ../../nbs/text/15_tokens.ipynb #5c9ca914
 @patch
 def finish(self:TokenClassification, x, y=None):
     y = x.pop('tag')
@@ -138,9 +153,13 @@ def _heads_of(word): return [i for i,w in enumerate(word) if w >= 0 and (not i o
 @patch
 def columns(self:TokenClassification, tokenizer, b, out=None, max_n=9):
     x,heads = b[0],[_heads_of(o) for o in by_text(b[0], b[0]['word'], max_n)]
-    words = [[decoded(tokenizer, [i[w == k]])[0] or tokenizer.unk_token for k in range(int(w.max())+1)] for i,w in zip(by_text(x, x['input_ids'], max_n), by_text(x, x['word']))]
-    def tags(y): return [' '.join(self.vocab[j] if j >= 0 else '-' for j in o[h].tolist()) for o,h in zip(by_text(x, y, max_n), heads)]
-    return dict(text=[' '.join(o) for o in words]) | (dict(tags=tags(b[1])) if len(b) > 1 else {}) | ({} if out is None else dict(prediction=tags(out)))
+    def word(ids, w, k): return decoded(tokenizer, [ids[w == k]])[0] or tokenizer.unk_token
+    def text(ids, w): return ' '.join(word(ids, w, k) for k in range(int(w.max())+1))
+    def names(y): return ' '.join(self.vocab[j] if j >= 0 else '-' for j in y.tolist())
+    def tags(y): return [names(o[h]) for o,h in zip(by_text(x, y, max_n), heads)]
+    res = dict(text=[text(*o) for o in zip(by_text(x, x['input_ids'], max_n), by_text(x, x['word']))])
+    if len(b) > 1: res['tags'] = tags(b[1])
+    return res if out is None else res | dict(prediction=tags(out))
 
 # %% ../../nbs/text/15_tokens.ipynb #e6aa7ad9
 @patch
@@ -149,13 +168,17 @@ def predict(self:TokenClassification, learn, items, **kwargs):
     items = [_words(o) for o in items]
     for x,pred,part in batch_outputs(learn, items):
         tok = learn.dls.train.tokenizer
-        enc = tok([o or [tok.unk_token] for o in part], is_split_into_words=True, truncation=True, max_length=learn.max_length, padding=True)
+        enc = tok([o or [tok.unk_token] for o in part], is_split_into_words=True, truncation=True,
+                  max_length=learn.max_length, padding=True)
         for i,words in enumerate(part):
             at = _heads(enc, i)
             places = torch.tensor([at[w] for w in range(len(words)) if w in at], dtype=torch.long)
             probs = pred[i].float().softmax(-1).cpu()[places]
             lost += len(words)-len(places)
             dec = probs.argmax(-1)
-            res.append(([*(self.vocab[j] for j in dec.tolist()), *[None]*(len(words)-len(places))], dec, probs))
-    if lost: warnings.warn(f'{lost} words are behind the {learn.max_length} tokens that are read, and have no tag', stacklevel=3)
+            names = [self.vocab[j] for j in dec.tolist()]
+            res.append((names + [None]*(len(words)-len(places)), dec, probs))
+    if lost:
+        behind = f'{lost} words are behind the {learn.max_length} tokens that are read'
+        warnings.warn(f'{behind}, and have no tag', stacklevel=3)
     return res

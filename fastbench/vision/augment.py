@@ -15,7 +15,7 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import chunked
 from fastai.data.transforms import Normalize
 from fastai.torch_core import TensorCategory, TensorImage, TensorImageBW
-from fastcore.basics import merge
+from fastcore.basics import merge, patch
 from PIL import Image
 
 from ..errors import UserError, unknown
@@ -31,12 +31,14 @@ def prepare(x, # uint8: image, channel, height, width
     ): # float32, normalised
     "What does not depend on chance"
     x = x.float()/255
-    if size and tuple(x.shape[-2:]) != (size, size): x = F.interpolate(x, (size, size), mode='bilinear', align_corners=False, antialias=True)
+    if size and tuple(x.shape[-2:]) != (size, size):
+        x = F.interpolate(x, (size, size), mode='bilinear', align_corners=False, antialias=True)
     mean,std = (torch.tensor(o).view(-1, 1, 1) for o in (mean, std))
     if x.device.type != 'cpu': mean,std = put((mean, std), x.device)
     x = (x - mean)/std
     return F.pad(x, (pad,)*4, mode='reflect') if pad else x
 
+# %% ../../nbs/vision/06_augment.ipynb #8c5a6d53
 class Chances:
     "Where each image is cropped, mirrored, and where its hole is"
     def __init__(self, n, # Images
@@ -51,6 +53,7 @@ class Chances:
         self.mirror = torch.rand(n, generator=generator, device=generator.device) < flip
         self.hole = torch.stack([whole(max(1, size-cutout+1)), whole(max(1, size-cutout+1))], 1)
 
+# %% ../../nbs/vision/06_augment.ipynb #98df4eae
 def one_augmented(x, # A padded image: (channels, height, width)
                   size, # Side of the window, pixels
                   top, # Where it begins
@@ -65,6 +68,7 @@ def one_augmented(x, # A padded image: (channels, height, width)
     if cutout: x[:, hole[0]:hole[0]+cutout, hole[1]:hole[1]+cutout] = 0
     return x
 
+# %% ../../nbs/vision/06_augment.ipynb #c5fd45cd
 def batch_augmented(x, # Prepared images, all of them
                     idxs, # Which make the batch
                     size, # Side of the window
@@ -104,11 +108,18 @@ def _image(item, size, n_ch):
     x = item[0].x if hasattr(item[0], 'x') else item[0]
     if isinstance(x, np.ndarray): return x
     try:
-        with Image.open(x) as im: return np.asarray(im.convert('L' if n_ch == 1 else 'RGB').resize((size, size), Image.BILINEAR) if size else im)
-    except (OSError, ValueError) as e: raise CorruptImage(f'cannot read the image {os.fspath(x)}: {e}. Restore or remove that file') from e
+        with Image.open(x) as im:
+            if size: im = im.convert('L' if n_ch == 1 else 'RGB').resize((size, size), Image.BILINEAR)
+            return np.asarray(im)
+    except (OSError, ValueError) as e:
+        raise CorruptImage(f'cannot read the image {os.fspath(x)}: {e}. Restore or remove that file') from e
 
-def _tensor(x): return torch.from_numpy(np.array(x))[None] if x.ndim == 2 else torch.from_numpy(np.array(x)).permute(2, 0, 1)
+# %% ../../nbs/vision/06_augment.ipynb #3b0a4ceb
+def _tensor(x):
+    t = torch.from_numpy(np.array(x))
+    return t[None] if x.ndim == 2 else t.permute(2, 0, 1)
 
+# %% ../../nbs/vision/06_augment.ipynb #df2a3a26
 class AugmentDL(SeededDL):
     "A loader of small images that says where augmentation happens"
     def __init__(self, dataset, # What to load
@@ -122,13 +133,16 @@ class AugmentDL(SeededDL):
                  train=False, # Augment?
                  **kwargs):
         super().__init__(dataset, **kwargs)
-        self.items,self.how,self.stats,self.size,self.pad,self.flip,self.cutout,self.train = items,how,stats,size,pad,flip,cutout,train
+        self.items,self.how,self.stats,self.train = items,how,stats,train
+        self.size,self.pad,self.flip,self.cutout = size,pad,flip,cutout
         self.x = self.chances = None
         self.kind = TensorImageBW if len(stats[0]) == 1 else TensorImage
         self.y = torch.tensor([int(y) for _,y in items])
 
     def new(self, dataset=None, cls=None, **kwargs):
-        if dataset is not None: raise UserError('a loader of small images has its images in memory and cannot take others; predict with learn.model, or train with augment="auto"')
+        if dataset is not None:
+            raise UserError('a loader of small images has its images in memory and cannot take others; '
+                            'predict with learn.model, or train with augment="auto"')
         same = {k: getattr(self, k) for k in ('items', 'how', 'stats', 'size', 'pad', 'flip', 'cutout', 'train')}
         return super().new(None, cls, **merge(same, kwargs))
 
@@ -141,37 +155,52 @@ class AugmentDL(SeededDL):
 
     def before_iter(self):
         super().before_iter()
-        if self.how == 'items': return
-        if self.x is None:
-            raw = torch.stack([self._raw(i) for i in range(len(self.items))])
-            where = self.device if self.how == 'batch' else 'cpu'
-            self.x = prepare_on(raw, where, *self.stats, self.size, self.pad if self.train else 0)
-        if self.how == 'batch': self.x,self.y = put((self.x, self.y), self.device)
-        if self.train and self.how in ('bulk', 'batch'):
-            g = torch.Generator(self.device if self.how == 'batch' else 'cpu').manual_seed(self.epoch_key)
-            self.chances = Chances(len(self.items), self.pad, self.flip, self.cutout, self.size, g)
+        if self.how != 'items': self._make_ready()
 
-    def _numbers(self, i):
-        if self.how == 'bulk': return [o[i] for o in (self.chances.top, self.chances.left, self.chances.mirror, self.chances.hole)]
-        rng = random.Random(self.epoch_key<<32 | i)
-        where = max(0, self.size-self.cutout)
-        return rng.randint(0, 2*self.pad), rng.randint(0, 2*self.pad), rng.random() < self.flip, (rng.randint(0, where), rng.randint(0, where))
+# %% ../../nbs/vision/06_augment.ipynb #e0bbd52c
+@patch
+def _make_ready(self:AugmentDL):
+    if self.x is None:
+        raw = torch.stack([self._raw(i) for i in range(len(self.items))])
+        where = self.device if self.how == 'batch' else 'cpu'
+        self.x = prepare_on(raw, where, *self.stats, self.size, self.pad if self.train else 0)
+    if self.how == 'batch': self.x,self.y = put((self.x, self.y), self.device)
+    if self.train and self.how in ('bulk', 'batch'):
+        g = torch.Generator(self.device if self.how == 'batch' else 'cpu').manual_seed(self.epoch_key)
+        self.chances = Chances(len(self.items), self.pad, self.flip, self.cutout, self.size, g)
 
-    def _one(self, i):
-        x = prepare(self._raw(i)[None], *self.stats, self.size, self.pad if self.train else 0)[0] if self.how == 'items' else self.x[i]
-        return one_augmented(x, self.size, *self._numbers(i), self.cutout) if self.train else x
+# %% ../../nbs/vision/06_augment.ipynb #69d3f2e3
+@patch
+def _numbers(self:AugmentDL, i):
+    c = self.chances
+    if self.how == 'bulk': return c.top[i],c.left[i],c.mirror[i],c.hole[i]
+    rng = random.Random(self.epoch_key<<32 | i)
+    where = max(0, self.size-self.cutout)
+    top,left,mirror = rng.randint(0, 2*self.pad),rng.randint(0, 2*self.pad),rng.random() < self.flip
+    return top,left,mirror,(rng.randint(0, where), rng.randint(0, where))
 
-    def create_batches(self, samps):
-        for idxs in self._on_device(samps) if self.how == 'batch' else chunked(samps, self.bs, self.drop_last):
-            if self.how != 'batch': x = torch.stack([self._one(i) for i in idxs])
-            elif self.train: x = batch_augmented(self.x, idxs, self.size, self.chances, self.cutout)
-            else: x = self.x[idxs]
-            yield self.kind(x), TensorCategory(self.y[idxs])
+# %% ../../nbs/vision/06_augment.ipynb #17c22b0f
+@patch
+def _one(self:AugmentDL, i):
+    pad = self.pad if self.train else 0
+    x = prepare(self._raw(i)[None], *self.stats, self.size, pad)[0] if self.how == 'items' else self.x[i]
+    return one_augmented(x, self.size, *self._numbers(i), self.cutout) if self.train else x
 
-    def _on_device(self, samps):
-        "Numbers of the images of each batch, the whole epoch's sent to the device at once"
-        idxs = put(torch.tensor(list(samps), dtype=torch.long), self.x.device)
-        return (idxs[i:i+self.bs] for i in range(0, len(idxs) - (self.bs-1)*self.drop_last, self.bs))
+# %% ../../nbs/vision/06_augment.ipynb #3c23e808
+@patch
+def create_batches(self:AugmentDL, samps):
+    for idxs in self._on_device(samps) if self.how == 'batch' else chunked(samps, self.bs, self.drop_last):
+        if self.how != 'batch': x = torch.stack([self._one(i) for i in idxs])
+        elif self.train: x = batch_augmented(self.x, idxs, self.size, self.chances, self.cutout)
+        else: x = self.x[idxs]
+        yield self.kind(x), TensorCategory(self.y[idxs])
+
+# %% ../../nbs/vision/06_augment.ipynb #3c60233e
+@patch
+def _on_device(self:AugmentDL, samps):
+    "Numbers of the images of each batch, the whole epoch's sent to the device at once"
+    idxs = put(torch.tensor(list(samps), dtype=torch.long), self.x.device)
+    return (idxs[i:i+self.bs] for i in range(0, len(idxs) - (self.bs-1)*self.drop_last, self.bs))
 
 # %% ../../nbs/vision/06_augment.ipynb #feac9694
 def augmented(dls, # As `vision_dls` makes them
@@ -184,14 +213,18 @@ def augmented(dls, # As `vision_dls` makes them
     if how not in (known := ('items', 'once', 'bulk', 'batch')): raise UserError(unknown('augment', how, known))
     size,norm = dls.info['size'],next((o for o in dls.train.after_batch.fs if isinstance(o, Normalize)), None)
     if not size: raise UserError('augmentation of small images needs one size for all: pass size, 32 say')
-    if cutout > size or pad >= size: raise UserError(f'pad={pad}, cutout={cutout} cannot be: the images have {size} pixels')
-    if how == 'batch' and dls.info['workers']: raise UserError(f"augment='batch' works in this process, on the device: workers={dls.info['workers']} would only be in its way; use workers=0")
+    if cutout > size or pad >= size:
+        raise UserError(f'pad={pad}, cutout={cutout} cannot be: the images have {size} pixels')
+    if how == 'batch' and dls.info['workers']:
+        raise UserError(f"augment='batch' works in this process, on the device: "
+                        f"workers={dls.info['workers']} would only be in its way; use workers=0")
     stats = [o.flatten().cpu().tolist() for o in (norm.mean, norm.std)]
     def make(i, train):
         dl = dls.loaders[i]
         items = [dl.dataset.items[o] for o in range(len(dl.dataset))]
-        return AugmentDL(dl.dataset, items, how, stats, size, pad, flip, cutout, train, bs=dl.bs, seed=dl.seed, prefetch=dl.prefetch, shuffle=train,
-                         drop_last=train, num_workers=dl.fake_l.num_workers, device=dl.device)
+        same = dict(bs=dl.bs, seed=dl.seed, prefetch=dl.prefetch, num_workers=dl.fake_l.num_workers, device=dl.device)
+        return AugmentDL(dl.dataset, items, how, stats, size, pad, flip, cutout, train, shuffle=train, drop_last=train,
+                         **same)
     res = DataLoaders(make(0, True), make(1, False), device=dls.device)
     res.info = dls.info | dict(augment=how, pad=pad, flip=flip, cutout=cutout)
     return res

@@ -33,6 +33,7 @@ def _first(o): return o.x if isinstance(o, Item) else o
 class CorruptImage(UserError):
     "An image file that cannot be read"
 
+# %% ../../nbs/vision/02_data.ipynb #80e32e31
 class TooFewImages(UserError):
     "Fewer training images, `n`, than a batch"
     def __init__(self, bs, # Samples a batch
@@ -43,6 +44,12 @@ class TooFewImages(UserError):
         super().__init__(f'bs={bs} cannot be: {name} has {n} training images (sample={sample:g}), less than a batch')
         self.n = n
 
+def _unreadable(item, i, e):
+    name = _first(item)
+    what = name if isinstance(name, (str, os.PathLike)) else i
+    return CorruptImage(f'cannot read the image {what}: {str(e) or type(e).__name__}. Restore or remove that file')
+
+# %% ../../nbs/vision/02_data.ipynb #6fa0c80c
 class SeededDL(CopiesAhead, TfmdDL):
     "A `TfmdDL` whose order and augmentation depend only on its seed, the epoch and the item"
     def __init__(self, dataset, # What to load
@@ -72,11 +79,7 @@ class SeededDL(CopiesAhead, TfmdDL):
     def create_item(self, s):
         try: return super().create_item(s)
         except (SkipItemException, IndexError): raise
-        except Exception as e:
-            item = self.dataset.items[s or 0]
-            name = _first(item)
-            raise CorruptImage(f'cannot read the image {name if isinstance(name, (str, os.PathLike)) else s}: {str(e) or type(e).__name__}. '
-                               'Restore or remove that file') from e
+        except Exception as e: raise _unreadable(self.dataset.items[s or 0], s, e) from e
 
     def __iter__(self):
         try: yield from super().__iter__()
@@ -115,14 +118,16 @@ class BatchResize(RandTransform):
         self.size,self.min_scale,self.flip,self.rng = size,min_scale,flip,torch.Generator()
     def reseed(self, seed): self.rng.manual_seed(seed)
     def before_call(self, b, split_idx): self.do,self.training = True,not split_idx
+    def _crop(self, x):
+        (h,w),(scale,top,left) = x.shape[-2:],torch.rand(3, generator=self.rng).tolist()
+        side = (self.min_scale+(1-self.min_scale)*scale)**.5
+        ch,cw = max(1, round(h*side)),max(1, round(w*side))
+        top,left = round(top*(h-ch)),round(left*(w-cw))
+        return x[..., top:top+ch, left:left+cw]
+
     def encodes(self, x:TensorImage):
         shape = tuple(x.shape[-2:])
-        if self.training and self.min_scale < 1:
-            (h,w),(scale,top,left) = x.shape[-2:],torch.rand(3, generator=self.rng).tolist()
-            side = (self.min_scale+(1-self.min_scale)*scale)**.5
-            ch,cw = max(1, round(h*side)),max(1, round(w*side))
-            top,left = round(top*(h-ch)),round(left*(w-cw))
-            x = x[..., top:top+ch, left:left+cw]
+        if self.training and self.min_scale < 1: x = self._crop(x)
         size = (self.size, self.size) if self.size else shape
         if tuple(x.shape[-2:]) != size: x = F.interpolate(x, size, mode='bilinear', align_corners=False, antialias=True)
         if self.training and self.flip:
@@ -136,6 +141,7 @@ class _Label(Transform):
     def __init__(self, classes): self.classes = classes
     def encodes(self, o): return self.classes[o.y]
 
+# %% ../../nbs/vision/02_data.ipynb #b606f6a0
 def _sampled(items, sample, seed):
     if sample == 1: return items
     keep = split_each([y for _,y in items], sample, seed)
@@ -143,58 +149,24 @@ def _sampled(items, sample, seed):
 
 def _split(got, split, seed):
     "Training and validation items"
-    if split not in ('own', 'pooled'): raise UserError(f"split={split!r} cannot be: 'own', or 'pooled' for 20% of training and validation together")
+    if split not in ('own', 'pooled'):
+        raise UserError(f"split={split!r} cannot be: 'own', or 'pooled' for 20% of training and validation together")
     if split == 'own': return got.train,got.valid
     items = [*got.train, *got.valid]
     held = set(random.Random(seed).sample(range(len(items)), round(.2*len(items))))
     return [o for i,o in enumerate(items) if i not in held],[o for i,o in enumerate(items) if i in held]
 
-# %% ../../nbs/vision/02_data.ipynb #c2cee445
-def vision_dls(data='digits', # A source, `imagenette` (picks its archive by `size`), `auto`, or `auto:NAME`
-               size=None, # Side in pixels that images are resized to; None: the source's own
-               bs=64, # Images per batch; the last, incomplete one of training is dropped
-               workers=None, # Loader processes; None: min(8, cpus), 0 for images in memory
-               prefetch=2, # Batches that each worker makes ahead
-               seed=42, # Of split, sample, order and augmentation
-               min_scale=None, # Smallest share of the area in a random crop (1: fastai's `Resize`); None: as suits the source
-               flip=None, # Probability of a horizontal flip; None: as suits the source
-               sample=1., # Share of every category to use, in training and validation
-               device=None, # None: fastai's default
-               offline=False, # Never open a socket
-               split='own', # Validation: 'own', as the source has it; 'pooled': a random 20% of its training and validation images together
-    )->DataLoaders: # With `info`: name, version, asked, fallback, real, synthetic, sizes and all settings in effect
-    "`DataLoaders` of a named source"
-    check_field(Images, 'bs', bs, without='largest')
-    given = dict(size=size, workers=workers, prefetch=prefetch, seed=seed, sample=sample, min_scale=min_scale, flip=flip)
-    for k,v in given.items(): check_field(Images, k, v)
-    got = load_source(data, size, seed=seed, offline=offline)
-    src,classes = got.source,got.classes
-    min_scale,flip = src.min_scale if min_scale is None else min_scale, src.flip if flip is None else flip
-    parts = [_sampled(o, sample, seed) for o in _split(got, split, seed)]
-    if bs > len(parts[0]): raise TooFewImages(bs, src.name, len(parts[0]), sample)
-    arrays,n_ch = not isinstance(parts[0][0].x, os.PathLike),len(src.stats[0])
-    if workers is None: workers = 0 if arrays else min(8, worker_cores())
-    items,n = parts[0]+parts[1],len(parts[0])
-    dsets = Datasets(items, [[_first, (PILImageBW if n_ch == 1 else PILImage).create], [_Label(classes), Categorize(vocab=classes, sort=False)]],
-                     splits=[list(range(n)), list(range(n, len(items)))])
-    make = _array_dls if arrays else _file_dls
-    dls = make(dsets, parts, size or (None if arrays else src.native), min_scale, flip, src.stats, bs=bs, num_workers=workers, prefetch=prefetch,
-               seed=seed)
-    dls.to(default_device() if device is None else torch.device(device))
-    dls.info = got.info | dict(seed=seed, n_train=n, n_valid=len(parts[1]), sample=sample, size=size or src.native, channels=n_ch, bs=bs,
-                               workers=dls.train.fake_l.num_workers, prefetch=prefetch, min_scale=min_scale, flip=flip,
-                               split=split)
-    return dls
-
 # %% ../../nbs/vision/02_data.ipynb #3d7bb1f8
 def _norm(stats): return [IntToFloatTensor(), Normalize.from_stats(*stats, cuda=False)]
 
+# %% ../../nbs/vision/02_data.ipynb #b09e7bc5
 def _file_dls(dsets, parts, size, min_scale, flip, stats, **kwargs):
     crop = Resize(size) if min_scale == 1 else RandomResizedCrop(size, min_scale=min_scale)
     kwargs |= dict(after_item=[crop, *([FlipItem(flip)] if flip else []), ToTensor()], after_batch=_norm(stats))
     train = SeededDL(dsets.train, shuffle=True, drop_last=True, **kwargs)
     return DataLoaders(train, train.new(dsets.valid, shuffle=False, drop_last=False))
 
+# %% ../../nbs/vision/02_data.ipynb #e516f611
 def _array_dls(dsets, parts, size, min_scale, flip, stats, **kwargs):
     import numpy as np
     def tensors(items):
@@ -203,3 +175,47 @@ def _array_dls(dsets, parts, size, min_scale, flip, stats, **kwargs):
     kwargs |= dict(after_item=[ToTensor()], after_batch=[BatchResize(size, min_scale, flip), *_norm(stats)])
     train = ArrayDL(dsets.train, shuffle=True, drop_last=True, arrays=tensors(parts[0]), **kwargs)
     return DataLoaders(train, train.new(dsets.valid, shuffle=False, drop_last=False, arrays=tensors(parts[1])))
+
+# %% ../../nbs/vision/02_data.ipynb #24ca1fbf
+def _datasets(parts, classes, n_ch):
+    "Training and validation items with their transforms"
+    items,n = parts[0]+parts[1],len(parts[0])
+    image = (PILImageBW if n_ch == 1 else PILImage).create
+    label = [_Label(classes), Categorize(vocab=classes, sort=False)]
+    return Datasets(items, [[_first, image], label], splits=[list(range(n)), list(range(n, len(items)))])
+
+# %% ../../nbs/vision/02_data.ipynb #c2cee445
+def vision_dls(data='digits', # A source, `imagenette` (picks its archive by `size`), `auto`, or `auto:NAME`
+               size=None, # Side in pixels that images are resized to; None: the source's own
+               bs=64, # Images per batch; the last, incomplete one of training is dropped
+               workers=None, # Loader processes; None: min(8, cpus), 0 for images in memory
+               prefetch=2, # Batches that each worker makes ahead
+               seed=42, # Of split, sample, order and augmentation
+               min_scale=None, # Smallest share of the area in a random crop (1: `Resize`); None: as suits the source
+               flip=None, # Probability of a horizontal flip; None: as suits the source
+               sample=1., # Share of every category to use, in training and validation
+               device=None, # None: fastai's default
+               offline=False, # Never open a socket
+               split='own', # Validation: 'own', as the source has it; 'pooled': a random 20% of all its images
+    )->DataLoaders: # With `info`: name, version, asked, fallback, real, synthetic, sizes and all settings in effect
+    "`DataLoaders` of a named source"
+    check_field(Images, 'bs', bs, without='largest')
+    given = dict(size=size, workers=workers, prefetch=prefetch, seed=seed, sample=sample,
+                 min_scale=min_scale, flip=flip)
+    for k,v in given.items(): check_field(Images, k, v)
+    got = load_source(data, size, seed=seed, offline=offline)
+    src,classes = got.source,got.classes
+    min_scale,flip = src.min_scale if min_scale is None else min_scale, src.flip if flip is None else flip
+    parts = [_sampled(o, sample, seed) for o in _split(got, split, seed)]
+    if bs > len(parts[0]): raise TooFewImages(bs, src.name, len(parts[0]), sample)
+    arrays,n_ch = not isinstance(parts[0][0].x, os.PathLike),len(src.stats[0])
+    if workers is None: workers = 0 if arrays else min(8, worker_cores())
+    make = _array_dls if arrays else _file_dls
+    side = size or (None if arrays else src.native)
+    dls = make(_datasets(parts, classes, n_ch), parts, side, min_scale, flip, src.stats, bs=bs,
+               num_workers=workers, prefetch=prefetch, seed=seed)
+    dls.to(default_device() if device is None else torch.device(device))
+    sizes = dict(seed=seed, n_train=len(parts[0]), n_valid=len(parts[1]), sample=sample, size=size or src.native)
+    dls.info = got.info | sizes | dict(channels=n_ch, bs=bs, workers=dls.train.fake_l.num_workers, prefetch=prefetch,
+                                       min_scale=min_scale, flip=flip, split=split)
+    return dls

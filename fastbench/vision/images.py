@@ -26,7 +26,8 @@ class Images(Kind, kind=False):
     augment: str = setting(one_of('auto', 'items', 'once', 'bulk', 'batch'), _augment, default='auto')
     min_scale: float|None = setting(optional(real(0, 1, above=True)), default=None,
         about='smallest area of a random crop, as a share; None: as suits the data')
-    flip: float|None = setting(optional(real(0, 1)), 'probability of a horizontal flip; None: as suits the data', default=None)
+    flip: float|None = setting(optional(real(0, 1)), default=None,
+        about='probability of a horizontal flip; None: as suits the data')
     pad: int = setting(whole(0), 'pixels of reflection around an image before a random crop', default=0)
     cutout: int = setting(whole(0), 'side of the square that is blanked, in pixels', default=0)
     tta: bool = setting(yes_no(), 'predict the mean of an image and its mirror image', default=False)

@@ -21,8 +21,9 @@ from .images import Images
 def make_dls(self:Images, bs, device=None, offline=False):
     from fastbench.vision.augment import augmented
     from fastbench.vision.data import vision_dls
-    dls = _or_all_there_is(self, bs, partial(vision_dls, self.data, self.size, workers=_workers(self), device=device, offline=offline,
-        **{o: getattr(self, o) for o in ('prefetch', 'seed', 'min_scale', 'flip', 'sample', 'split')}))
+    given = {o: getattr(self, o) for o in ('prefetch', 'seed', 'min_scale', 'flip', 'sample', 'split')}
+    make = partial(vision_dls, self.data, self.size, workers=_workers(self), device=device, offline=offline, **given)
+    dls = _or_all_there_is(self, bs, make)
     if self.augment == 'auto': return dls
     return augmented(dls, self.augment, self.pad, dls.info['flip'], self.cutout)
 
@@ -72,6 +73,7 @@ class Timm(Images):
         from fastbench.vision.learner import timm_learner
         return timm_learner(dls, self.arch, pretrained=self.pretrained, offline=offline, **kwargs)
 
+# %% ../../nbs/vision/07_kinds.ipynb #c5b28575
 @dataclass(frozen=True)
 class Torchvision(Images):
     "A ResNet of torchvision with fastai's head"
@@ -90,7 +92,8 @@ class Small(Images):
     was = 'small'
     arch: str = setting(text(), 'architecture: see vision.small', default='resnet9')
     act: str = setting(one_of('relu', 'mish', 'swish', 'celu'), 'activation', default='relu')
-    norm: int|None = setting(optional(whole(2)), 'samples in a ghost batch of batch norm; None: the whole batch', default=None)
+    norm: int|None = setting(optional(whole(2)), default=None,
+        about='samples in a ghost batch of batch norm; None: the whole batch')
     whiten: bool = setting(yes_no(), 'first convolution whitens the patches of the data', default=False)
 
     def make_learner(self, dls, offline=False, **kwargs):

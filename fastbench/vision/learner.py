@@ -39,17 +39,20 @@ def item_shape(dls, # `DataLoaders`
     )->tuple: # channels, height, width
     "The shape of one image as the model gets it"
     dl = next((o for o in list(dls.loaders)[::-1] if len(o.dataset)), None)
-    if dl is None: raise UserError('these DataLoaders hold no item: nothing says how many channels the model needs; pass c_in')
+    if dl is None:
+        raise UserError('these DataLoaders hold no item: nothing says how many channels the model needs; pass c_in')
     if hasattr(type(dl), 'item_shape'): return dl.item_shape
     if isinstance(dl, TfmdDL):
         dl.before_iter()
         b = dl.after_batch(to_device(dl.do_batch([dl.do_item(0)]), dl.device))
     else: b = next(iter(dl))
     x = b[0] if isinstance(b, (tuple, list)) else b
-    if getattr(x, 'ndim', 0) != 4: raise UserError(f'a batch of images has 4 dimensions (image, channel, height, width); this one has the shape '
+    if getattr(x, 'ndim', 0) != 4:
+        raise UserError(f'a batch of images has 4 dimensions (image, channel, height, width); this one has the shape '
                                                    f'{tuple(getattr(x, "shape", ()))}')
     return tuple(x.shape[1:])
 
+# %% ../../nbs/vision/03_learner.ipynb #989b749e
 def n_out_of(dls, # `DataLoaders`
              n_out=None, # Given
     )->int:
@@ -66,6 +69,13 @@ def xresnet_splitter(m, # `XResNet`
     return L(nn.ModuleList(o) for o in (ls[:3], ls[3:-4], ls[-4:])).map(params)
 
 # %% ../../nbs/vision/03_learner.ipynb #ad261bb4
+def _renamed(k, want):
+    "The name that fastai's XResNet has now for `k` of an older file"
+    k = k.replace('.convs.', '.convpath.')
+    old = re.fullmatch(r'(.*\.)idconv(\..*)', k)
+    return next((o for o in (f'{old[1]}idpath.{i}{old[2]}' for i in (0,1)) if o in want), k) if old else k
+
+# %% ../../nbs/vision/03_learner.ipynb #d1a47c9a
 def fill_body(model, # Model to fill
               state:dict, # Name -> tensor
               head:str, # Prefix of the names that may differ: the classifier's
@@ -74,19 +84,21 @@ def fill_body(model, # Model to fill
     "Load `state` into `model`: every tensor of the body, and the head's if its shape fits"
     want,got = model.state_dict(),{}
     for k,v in state.items():
-        k = k.replace('.convs.', '.convpath.')
-        old = re.fullmatch(r'(.*\.)idconv(\..*)', k)
-        if old: k = next((o for o in (f'{old[1]}idpath.{i}{old[2]}' for i in (0,1)) if o in want), k)
+        k = _renamed(k, want)
         if k in want and k.startswith(head) and want[k].shape != v.shape: continue # another number of classes
         got[k] = v
     body = {k for k in want if not k.startswith(head) and not k.endswith('num_batches_tracked')}
     first = next(iter(want)) # the weight of the first convolution
-    if first in got and got[first].shape[1:2] == (3,) != want[first].shape[1:2]: got[first] = _adapt(got[first], want[first].shape[1])
+    if first in got and got[first].shape[1:2] == (3,) != want[first].shape[1:2]:
+        got[first] = _adapt(got[first], want[first].shape[1])
     bad = sorted(o for o in body if o not in got or got[o].shape != want[o].shape)
-    if bad: raise DataUnavailable(f'{source} does not fit this model: {len(bad)} of {len(body)} tensors of its body are missing or of another '
+    if bad:
+        raise DataUnavailable(f'{source} does not fit this model: '
+                              f'{len(bad)} of {len(body)} tensors of its body are missing or of another '
                                   f'shape ({bad[0]}). Use pretrained=False')
     model.load_state_dict({k: v for k,v in got.items() if k in want}, strict=False)
 
+# %% ../../nbs/vision/03_learner.ipynb #44517916
 def _adapt(w, n_in): return w.sum(1, keepdim=True).repeat(1, n_in, 1, 1)/n_in
 
 # %% ../../nbs/vision/03_learner.ipynb #496f3093
@@ -103,12 +115,15 @@ def xresnet50_weights(url=xresnet50_url, # Where they are published
     try:
         state = torch.load(path, map_location='cpu', weights_only=True)
         return state.get('model', state)
-    except Exception as e: raise DataUnavailable(f'{path} is no file of weights ({type(e).__name__}): remove it to download it anew, or use '
+    except Exception as e:
+        raise DataUnavailable(f'{path} is no file of weights ({type(e).__name__}): '
+                              'remove it to download it anew, or use '
                                                  'pretrained=False') from None
 
 # %% ../../nbs/vision/03_learner.ipynb #ba48b1ae
 def _norms(dl): return [o for o in getattr(getattr(dl, 'after_batch', None), 'fs', []) if isinstance(o, Normalize)]
 
+# %% ../../nbs/vision/03_learner.ipynb #a3d9e3cb
 def normalize_as(dls, # `DataLoaders`, changed in place
                  mean, # Per channel, of values from 0 to 1
                  std, # Likewise
@@ -117,18 +132,22 @@ def normalize_as(dls, # `DataLoaders`, changed in place
     "Let the batches of `dls` be normalised with `mean` and `std`"
     mean,std = [list(o) if len(o) == n_in else [sum(o)/len(o)]*n_in for o in (mean, std)]
     if not all(isinstance(o, TfmdDL) for o in dls.loaders):
-        warnings.warn('the weights expect normalised inputs, and these loaders are not fastai\'s: see to it that they give '
-                      f'(x-{mean})/{std}', stacklevel=3)
+        warnings.warn("the weights expect normalised inputs, and these loaders are not fastai's: "
+                      f'see to it that they give (x-{mean})/{std}', stacklevel=3)
         return 'impossible'
     old = [n for dl in dls.loaders for n in _norms(dl)]
-    same = lambda n: all(len(a.flatten()) == n_in and torch.allclose(a.flatten().cpu().float(), torch.tensor(b), atol=1e-3)
-                         for a,b in ((n.mean, mean), (n.std, std)))
+    def close(a, b):
+        a = a.flatten().cpu().float()
+        return len(a) == n_in and torch.allclose(a, torch.tensor(b), atol=1e-3)
+    def same(n): return close(n.mean, mean) and close(n.std, std)
     if old and len(old) == len(list(dls.loaders)) and all(map(same, old)): return 'kept'
     for dl in dls.loaders:
         dl.after_batch.fs = L(o for o in dl.after_batch.fs if not isinstance(o, Normalize))
         dl.after_batch.add(Normalize.from_stats(mean, std, cuda=False))
         dl.device = dl.device # moves the new transform too
-    if old: warnings.warn(f'the weights were trained on inputs normalised with mean {mean}, std {std}: replaced the data\'s own', stacklevel=3)
+    if old:
+        warnings.warn(f'the weights were trained on inputs normalised with mean {mean}, std {std}: '
+                      "replaced the data's own", stacklevel=3)
     return 'replaced' if old else 'added'
 
 # %% ../../nbs/vision/03_learner.ipynb #60d1969e
@@ -138,6 +157,7 @@ def _act(o):
     if isinstance(o, str) and o not in acts: raise UserError(unknown('activation', o, list(acts)))
     return acts[o] if isinstance(o, str) else o
 
+# %% ../../nbs/vision/03_learner.ipynb #64231060
 def _arch(arch):
     name = arch if isinstance(arch, str) else getattr(arch, '__name__', str(arch))
     if name in _broken: raise UserError(f'{name} cannot be used: {_broken[name]}')
@@ -161,7 +181,8 @@ def xresnet_learner(dls, # `DataLoaders` of images
     "A Learner with a fastai XResNet"
     name = _arch(arch)
     if pretrained and name != 'xresnet50':
-        raise UserError(f'{name} has no pretrained weights: only xresnet50 has (fastai would load that file, or nothing, without a word). '
+        raise UserError(f'{name} has no pretrained weights: '
+                        'only xresnet50 has (fastai would load that file, or nothing, without a word). '
                         "Use pretrained=False, arch='xresnet50', or timm_learner")
     c_in,n_out = c_in or item_shape(dls)[0],n_out_of(dls, n_out)
     model = getattr(xresnet, name)(n_out=n_out, c_in=c_in, act_cls=_act(act_cls), **(model_args or {}))
@@ -173,6 +194,48 @@ def xresnet_learner(dls, # `DataLoaders` of images
     learn.arch,learn.weights = name,'xrn50_940' if pretrained else None
     return learn
 
+# %% ../../nbs/vision/03_learner.ipynb #b31f2c68
+def _create(arch, args, **kwargs):
+    import timm
+    try: return timm.create_model(arch, **args, **kwargs)
+    except (TypeError, RuntimeError) as e:
+        if kwargs: raise # the weights' own trouble: named above
+        raise UserError(f'timm cannot build {arch} with {args}: {short(e)}') from None
+
+# %% ../../nbs/vision/03_learner.ipynb #3e467056
+def _known_weights(arch, pretrained):
+    "timm's record of the weights of `arch` (None: none are wanted), and where they are"
+    import timm
+    if not timm.is_model(arch):
+        near = get_close_matches(arch.split('.')[0], timm.list_models(), n=4)
+        mean = f'; did you mean {", ".join(near)}?' if near else ''
+        raise UserError(f'timm has no model {arch!r}{mean} (timm.list_models() has them all)')
+    if not pretrained: return None,None
+    cfg = timm.get_pretrained_cfg(arch)
+    where = cfg and (cfg.hf_hub_id or cfg.url or cfg.file)
+    if where: return cfg,where
+    raise UserError(f'timm has no weights for {arch!r}: use pretrained=False, or a name from '
+                    'timm.list_models(pretrained=True)')
+
+# %% ../../nbs/vision/03_learner.ipynb #367664b8
+def _from_hub(arch, name, args, pretrained, offline):
+    "A model whose config is on the hub too, its folder or its name in timm's words"
+    if have := cached(name, ['config.json']): arch = f'local-dir:{Path(have).parent}'
+    else: look_up(name, ['config.json'], offline=offline)
+    return _create(arch, args, pretrained=pretrained)
+
+def _with_weights(arch, cfg, args, offline):
+    "A model of timm's with its published weights"
+    from timm.models import load_state_dict
+    if cfg.hf_hub_id and not cfg.custom_load:
+        names = [cfg.hf_hub_filename] if cfg.hf_hub_filename else ['model.safetensors', 'pytorch_model.bin']
+        if have := cached(cfg.hf_hub_id, names):
+            state = load_state_dict(have, weights_only=True)
+            return _create(arch, args, pretrained=True, pretrained_cfg_overlay=dict(state_dict=state))
+        look_up(cfg.hf_hub_id, names, offline=offline)
+    elif offline and not cfg.file: raise OSError('offline')
+    return _create(arch, args, pretrained=True)
+
 # %% ../../nbs/vision/03_learner.ipynb #b61995b9
 def timm_model(arch:str, # A name, also with the tag of its weights: `resnet50.a1_in1k`
                pretrained=False, # Start from published weights
@@ -182,42 +245,21 @@ def timm_model(arch:str, # A name, also with the tag of its weights: `resnet50.a
                **kwargs, # For timm's `create_model`
     ): # the model, and where its weights are from (None: random)
     "A model of timm's, its weights from the cache or the hub, or one line saying why not"
-    import timm
-    from timm.models import load_state_dict
     args,hub = dict(num_classes=n_out, in_chans=c_in, **kwargs),re.match('hf[-_]hub:(.+)', arch)
-    if hub or arch.startswith('local-dir:'): cfg,where = None,arch
-    elif not timm.is_model(arch):
-        near = get_close_matches(arch.split('.')[0], timm.list_models(), n=4)
-        raise UserError(f"timm has no model {arch!r}{'; did you mean '+', '.join(near)+'?' if near else ''} (timm.list_models() has them all)")
-    elif not pretrained: return _create(arch, args), None
-    else:
-        cfg = timm.get_pretrained_cfg(arch)
-        where = cfg and (cfg.hf_hub_id or cfg.url or cfg.file)
-        if not where: raise UserError(f'timm has no weights for {arch!r}: use pretrained=False, or a name from timm.list_models(pretrained=True)')
+    elsewhere = hub or arch.startswith('local-dir:')
+    cfg,where = (None, arch) if elsewhere else _known_weights(arch, pretrained)
+    if not elsewhere and not pretrained: return _create(arch, args), None
     try:
-        if hub: # config and weights are both the hub's; what its cache has is read like any folder
-            if have := cached(hub[1], ['config.json']): arch = f'local-dir:{Path(have).parent}'
-            else: look_up(hub[1], ['config.json'], offline=offline)
-        elif cfg and cfg.hf_hub_id and not cfg.custom_load:
-            names = [cfg.hf_hub_filename] if cfg.hf_hub_filename else ['model.safetensors', 'pytorch_model.bin']
-            if have := cached(cfg.hf_hub_id, names):
-                state = load_state_dict(have, weights_only=True)
-                return _create(arch, args, pretrained=True, pretrained_cfg_overlay=dict(state_dict=state)), where
-            look_up(cfg.hf_hub_id, names, offline=offline)
-        elif cfg and offline and not cfg.file: raise OSError('offline')
-        return _create(arch, args, pretrained=pretrained), where if pretrained else None
+        if hub: model = _from_hub(arch, hub[1], args, pretrained, offline)
+        elif cfg: model = _with_weights(arch, cfg, args, offline)
+        else: model = _create(arch, args, pretrained=pretrained)
+        return model,where if pretrained else None
     except UserError: raise
     except Exception as e:
-        raise DataUnavailable(f'cannot get {"the pretrained weights of " if pretrained else ""}{arch} ({where}): {short(e)}. '
-                              f'{"A name from timm.list_models()" if hub else "pretrained=False"} works without a download; with a network, one run '
-                              'keeps it in the cache') from None
-
-def _create(arch, args, **kwargs):
-    import timm
-    try: return timm.create_model(arch, **args, **kwargs)
-    except (TypeError, RuntimeError) as e:
-        if kwargs: raise # the weights' own trouble: named above
-        raise UserError(f'timm cannot build {arch} with {args}: {short(e)}') from None
+        what = f'the pretrained weights of {arch}' if pretrained else arch
+        without = 'A name from timm.list_models()' if hub else 'pretrained=False'
+        raise DataUnavailable(f'cannot get {what} ({where}): {short(e)}. {without} works without a download; '
+                              'with a network, one run keeps it in the cache') from None
 
 # %% ../../nbs/vision/03_learner.ipynb #e4644621
 def timm_splitter(m, # A model of timm's
@@ -250,7 +292,8 @@ def timm_learner(dls, # `DataLoaders` of images
     cfg = _data_config(model)
     fixed = tuple(cfg['input_size'][1:])
     if model.pretrained_cfg.get('fixed_input_size') and 'img_size' not in model_args and shape[1:] != fixed:
-        raise UserError(f"{arch} takes images of {fixed[0]}x{fixed[1]} pixels only, and these have {shape[1]}x{shape[2]}: use size={fixed[0]}, or "
+        raise UserError(f"{arch} takes images of {fixed[0]}x{fixed[1]} pixels only, "
+                        f"and these have {shape[1]}x{shape[2]}: use size={fixed[0]}, or "
                         f"model_args=dict(img_size={shape[1]})")
     if pretrained and normalize: normalize_as(dls, cfg['mean'], cfg['std'], n_in=c_in)
     learn = BenchLearner(dls, model, metrics=metrics, splitter=splitter, **kwargs)
@@ -258,6 +301,7 @@ def timm_learner(dls, # `DataLoaders` of images
     learn.arch,learn.weights = arch,weights
     return learn
 
+# %% ../../nbs/vision/03_learner.ipynb #c5b3f8e3
 def _data_config(model):
     from timm.data import resolve_model_data_config
     return resolve_model_data_config(model)

@@ -36,9 +36,12 @@ def resnet_weights(arch:str, # One of `resnets`
     sha = re.search(r'-([0-9a-f]{8,64})\.pth$', name)
     own,hub = cache_dir()/'models'/name,Path(torch.hub.get_dir())/'checkpoints'/name
     check = dict(sha256=sha and sha[1])
-    path = hub if hub.is_file() and not mismatch(hub, **check) else fetch(url, own, offline=offline, hint=f'Or put the file at {own}', **check)
+    good = hub.is_file() and not mismatch(hub, **check)
+    path = hub if good else fetch(url, own, offline=offline, hint=f'Or put the file at {own}', **check)
     try: return torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as e: raise DataUnavailable(f'{path} is no file of weights ({type(e).__name__}): remove it to download it anew') from None
+    except Exception as e:
+        raise DataUnavailable(f'{path} is no file of weights ({type(e).__name__}): '
+                              'remove it to download it anew') from None
 
 # %% ../../nbs/vision/04_resnet.ipynb #f8464479
 def _body(arch, c_in, pretrained, url, offline):
@@ -46,16 +49,19 @@ def _body(arch, c_in, pretrained, url, offline):
     net,why = getattr(models, arch)(weights=None),None
     if pretrained:
         try: net.load_state_dict(resnet_weights(arch, url, offline))
-        except (DataUnavailable, RuntimeError) as e: why = ' '.join(str(e).split()) if isinstance(e, DataUnavailable) else 'they do not fit this net'
+        except DataUnavailable as e: why = ' '.join(str(e).split())
+        except RuntimeError as e: why = 'they do not fit this net'
     good = pretrained and not why
     asked = url.rsplit('/', 1)[1] if url else 'IMAGENET1K_V1'
-    weights = f'{arch} {asked}' if good else f'random, asked for {asked}' + (' (offline)' if offline else '') if pretrained else None
+    instead = f'random, asked for {asked}' + (' (offline)' if offline else '') if pretrained else None
+    weights = f'{arch} {asked}' if good else instead
     return create_body(net, c_in, good, model_meta[getattr(models, arch)]['cut']),weights,why
 
+# %% ../../nbs/vision/04_resnet.ipynb #87c09d21
 @delegates(BenchLearner)
 def torchvision_learner(dls, # `DataLoaders` of images
                         arch='resnet18', # One of `resnets`
-                        pretrained=True, # Start from published weights, with the body frozen; where they cannot be had, from random ones, with a warning
+                        pretrained=True, # Published weights, and the body frozen; random ones where they cannot be had
                         n_out=None, # Outputs; None: the number of classes of `dls`
                         c_in=None, # Input channels; None: as an image of `dls` has
                         url=None, # Weights from elsewhere: the address of a state dict
@@ -68,8 +74,11 @@ def torchvision_learner(dls, # `DataLoaders` of images
     c_in,n_out = c_in or item_shape(dls)[0],n_out_of(dls, n_out)
     body,weights,why = _body(arch, c_in, pretrained, url, offline)
     model = add_head(body, num_features_model(body), n_out)
-    learn = BenchLearner(dls, model, metrics=metrics, splitter=splitter or model_meta[getattr(models, arch)]['split'], **kwargs)
-    if why: warnings.warn(f'{weights.replace(", ", " weights, ", 1)}; the body is not frozen, as it has nothing to keep. Why: {why}', stacklevel=2)
+    splitter = splitter or model_meta[getattr(models, arch)]['split']
+    learn = BenchLearner(dls, model, metrics=metrics, splitter=splitter, **kwargs)
+    if why:
+        what = weights.replace(', ', ' weights, ', 1)
+        warnings.warn(f'{what}; the body is not frozen, as it has nothing to keep. Why: {why}', stacklevel=2)
     elif pretrained: learn.freeze()
     learn.arch,learn.weights = arch,weights
     return learn

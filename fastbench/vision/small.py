@@ -40,6 +40,7 @@ class PreactBlock(nn.Module):
         y = self.first(x)
         return self.branch(y) + (x if self.short is None else self.short(y))
 
+# %% ../../nbs/vision/05_small.ipynb #d832cfbe
 def resnet18(c_in, # Input channels
              n_out, # Outputs
              act=nn.ReLU, # Activation, a class
@@ -49,16 +50,20 @@ def resnet18(c_in, # Input channels
     "The preactivation ResNet18 of DAWNBench's winner"
     widths,layers = [64, 64, 128, 128, 256, 256, 512, 512],[_conv(c_in, 64)]
     if twice: layers += [norm(64), act()]
-    for i,(a,b) in enumerate(zip([64]+widths, widths)): layers.append(PreactBlock(a, b, 2 if i in (2, 4, 6) else 1, act, norm))
+    strides = [1, 1, 2, 1, 2, 1, 2, 1]
+    layers += [PreactBlock(*o, act, norm) for o in zip([64]+widths, widths, strides)]
     return nn.Sequential(*layers, norm(512), act(), AdaptiveConcatPool2d(1), nn.Flatten(), nn.Linear(1024, n_out))
 
 # %% ../../nbs/vision/05_small.ipynb #4a18c17e
-def _block(c_in, c_out, act, norm, pool=False): return nn.Sequential(_conv(c_in, c_out), *([nn.MaxPool2d(2)] if pool else []), norm(c_out), act())
+def _block(c_in, c_out, act, norm, pool=False):
+    halve = [nn.MaxPool2d(2)] if pool else []
+    return nn.Sequential(_conv(c_in, c_out), *halve, norm(c_out), act())
 
 class Residual(nn.Sequential):
     "Layers beside a shortcut"
     def forward(self, x): return x + super().forward(x)
 
+# %% ../../nbs/vision/05_small.ipynb #9a74c27c
 class Scale(nn.Module):
     "Times a constant"
     def __init__(self, by # Factor
@@ -70,11 +75,18 @@ class Scale(nn.Module):
 
 def _both(c, act, norm): return Residual(_block(c, c, act, norm), _block(c, c, act, norm))
 
-def resnet9(c_in, n_out, act=nn.ReLU, norm=nn.BatchNorm2d, stem=None): # as for `resnet18`; stem: in place of the first convolution
+# %% ../../nbs/vision/05_small.ipynb #d61971bd
+def resnet9(c_in, # Input channels
+            n_out, # Outputs
+            act=nn.ReLU, # Activation, a class
+            norm=nn.BatchNorm2d, # Batch norm, a class
+            stem=None, # In place of the first convolution
+    ):
     "David Page's ResNet9"
-    stem = stem or _block(c_in, 64, act, norm)
-    return nn.Sequential(stem, _block(64, 128, act, norm, True), _both(128, act, norm), _block(128, 256, act, norm, True), _block(256, 512, act, norm, True),
-                         _both(512, act, norm), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(512, n_out, bias=False), Scale(.125))
+    def down(a, b): return _block(a, b, act, norm, True)
+    return nn.Sequential(stem or _block(c_in, 64, act, norm), down(64, 128), _both(128, act, norm), down(128, 256),
+                         down(256, 512), _both(512, act, norm), nn.AdaptiveMaxPool2d(1), nn.Flatten(),
+                         nn.Linear(512, n_out, bias=False), Scale(.125))
 
 # %% ../../nbs/vision/05_small.ipynb #2ba48e37
 class _PartsNorm(torch.autograd.Function):
@@ -112,7 +124,8 @@ class GhostBatchNorm(nn.BatchNorm2d):
         last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         if last: return self._channels_last(x, k)
         mean,var = self.running_mean.repeat(k),self.running_var.repeat(k)
-        y = F.batch_norm(x.reshape(-1, k*c, *x.shape[2:]), mean, var, self.weight.repeat(k), self.bias.repeat(k), True, self.momentum, self.eps)
+        parts,weight,bias = x.reshape(-1, k*c, *x.shape[2:]),self.weight.repeat(k),self.bias.repeat(k)
+        y = F.batch_norm(parts, mean, var, weight, bias, True, self.momentum, self.eps)
         self.running_mean.copy_(mean.view(k, c).mean(0))
         self.running_var.copy_(var.view(k, c).mean(0))
         self.num_batches_tracked += 1
@@ -157,17 +170,21 @@ def _group(c_in, c_out, act, norm):
     for o in (a, b): nn.init.dirac_(o.weight[:o.in_channels])
     return nn.Sequential(a, nn.MaxPool2d(2), _shift_norm(c_out, norm), act(), b, _shift_norm(c_out, norm), act())
 
+# %% ../../nbs/vision/05_small.ipynb #59f5143b
 def airbench(c_in, n_out, act=nn.GELU, norm=nn.BatchNorm2d): # as for `resnet18`
     "A net after Keller Jordan's airbench94"
     stem = nn.Sequential(nn.Conv2d(c_in, 8*c_in, 2), act())
-    return nn.Sequential(stem, _group(8*c_in, 64, act, norm), _group(64, 256, act, norm), _group(256, 256, act, norm), nn.AdaptiveMaxPool2d(1), nn.Flatten(),
-                         nn.Linear(256, n_out, bias=False), Scale(1/9))
+    groups = [_group(a, b, act, norm) for a,b in ((8*c_in, 64), (64, 256), (256, 256))]
+    return nn.Sequential(stem, *groups, nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(256, n_out, bias=False),
+                         Scale(1/9))
 
 # %% ../../nbs/vision/05_small.ipynb #8f6854c9
 _celu = partial(nn.CELU, .3)
 small_acts = dict(relu=nn.ReLU, mish=nn.Mish, swish=nn.SiLU, gelu=nn.GELU, celu=_celu)
-small_archs = {'resnet18-kinked': partial(resnet18, twice=True), 'resnet18': resnet18, 'resnet9': resnet9, 'airbench': airbench}
+small_archs = {'resnet18-kinked': partial(resnet18, twice=True), 'resnet18': resnet18, 'resnet9': resnet9,
+               'airbench': airbench}
 
+# %% ../../nbs/vision/05_small.ipynb #dfb4ba97
 def small_net(arch:str, # resnet18-kinked (norm and activation twice after the stem), resnet18, resnet9, airbench
               c_in:int, # Channels of an image
               n_out:int, # Classes
@@ -183,7 +200,8 @@ def small_net(arch:str, # resnet18-kinked (norm and activation twice after the s
         more['stem'] = nn.Sequential(_conv(c_in, 9*c_in), nn.Conv2d(9*c_in, 64, 1, bias=False), norm(64), act())
     net = small_archs[arch](c_in, n_out, act, norm, **more)
     if images is None: return net
-    if arch not in ('resnet9', 'airbench'): raise UserError(f'whiten=True cannot be: {arch} has no convolution for it; resnet9 and airbench do')
+    if arch not in ('resnet9', 'airbench'):
+        raise UserError(f'whiten=True cannot be: {arch} has no convolution for it; resnet9 and airbench do')
     whiten(net[0][0], images)
     return net
 
@@ -193,7 +211,7 @@ def small_learner(dls, # `DataLoaders` of images
                   arch='resnet9', # As for `small_net`
                   act='relu', # Likewise
                   norm=None, # Likewise
-                  whiten=False, # Whiten patches by the first convolution, as the first batch of training images has them
+                  whiten=False, # Whiten patches by the first convolution, as the first batch of training has them
                   n_out=None, # Outputs; None: the number of classes of `dls`
                   **kwargs
     ): # A `BenchLearner`

@@ -31,11 +31,13 @@ class Source:
     fallback: str = 'photos' # What `auto` takes where it cannot be had
     url: str = '' # The name in fastai's `URLs`; '' where nothing is fetched
 
+# %% ../../nbs/vision/01_sources.ipynb #d0952dd9
 class Item(NamedTuple):
     "One image, with names: fastai's transforms map over bare tuples"
     x: object # A file, or an array of bytes
     y: int # Number of its category
 
+# %% ../../nbs/vision/01_sources.ipynb #0ed95952
 @dataclass
 class ImageSet:
     "The images of a source, ready to be read"
@@ -46,21 +48,25 @@ class ImageSet:
     info: dict = field(default_factory=dict) # What a Run keeps: name, version, asked, fallback, ...
 
 # %% ../../nbs/vision/01_sources.ipynb #a8720adb
-_imagenette = dict(version='2', real=True, n_classes=10, stats=((.465,.458,.429), (.285,.28,.301)),
-                   origin='ten easy classes of ImageNet, by fast.ai (Apache-2.0 for the selection; images: ImageNet terms)')
-_cifar = dict(version='1', real=True, native=32, fallback='digits', min_scale=1.)
+_selected = 'ten easy classes of ImageNet, by fast.ai (Apache-2.0 for the selection; images: ImageNet terms)'
+_krizhevsky = 'Krizhevsky 2009, 60,000 photographs of 32x32 pixels, as PNG by fast.ai'
+_scans = "scikit-learn's load_digits: 1,797 scanned digits of 8x8 pixels (UCI, CC BY 4.0)"
+_drawn = ("shapes drawn over cuts of scikit-learn's two photographs "
+          '(china: danielbuechele, flower: vultilion; CC BY 2.0)')
+
+_imagenette = dict(version='2', origin=_selected, real=True, n_classes=10, stats=((.465,.458,.429), (.285,.28,.301)))
+_cifar = dict(version='1', origin=_krizhevsky, real=True, native=32, fallback='digits', min_scale=1.)
+
+
+# %% ../../nbs/vision/01_sources.ipynb #f8efbb32
 sources = {o.name: o for o in [
-    Source('digits', '1', "scikit-learn's load_digits: 1,797 scanned digits of 8x8 pixels (UCI, CC BY 4.0)", True, 10, 8,
-           ((.305,), (.376,)), min_scale=1., flip=0.),
-    Source('photos', '1', "shapes drawn over cuts of scikit-learn's two photographs (china: danielbuechele, flower: vultilion; CC BY 2.0)",
-           False, 10, 320, ((.460,.442,.401), (.349,.291,.303))),
+    Source('digits', '1', _scans, True, 10, 8, ((.305,), (.376,)), min_scale=1., flip=0.),
+    Source('photos', '1', _drawn, False, 10, 320, ((.460,.442,.401), (.349,.291,.303))),
     Source('imagenette-160', native=160, url='IMAGENETTE_160', **_imagenette),
     Source('imagenette-320', native=320, url='IMAGENETTE_320', **_imagenette),
     Source('imagenette-full', native=400, url='IMAGENETTE', **_imagenette),
-    Source('cifar10', n_classes=10, url='CIFAR', stats=((.491,.482,.447), (.247,.243,.261)),
-           origin='Krizhevsky 2009, 60,000 photographs of 32x32 pixels, as PNG by fast.ai', **_cifar),
-    Source('cifar100', n_classes=100, url='CIFAR_100', stats=((.507,.487,.441), (.267,.256,.276)),
-           origin='Krizhevsky 2009, 60,000 photographs of 32x32 pixels, as PNG by fast.ai', **_cifar),
+    Source('cifar10', n_classes=10, url='CIFAR', stats=((.491,.482,.447), (.247,.243,.261)), **_cifar),
+    Source('cifar100', n_classes=100, url='CIFAR_100', stats=((.507,.487,.441), (.267,.256,.276)), **_cifar),
 ]}
 
 # %% ../../nbs/vision/01_sources.ipynb #b63e5823
@@ -70,7 +76,8 @@ def find_source(name:str, # A source, `imagenette`, `auto`, or `auto:NAME`
     "The source that `name` asks for (`auto` alone asks for imagenette)"
     given,name = name,(name[5:] if str(name).startswith('auto:') else 'imagenette' if name == 'auto' else name)
     if name == 'imagenette': name = 'imagenette-full' if (size or 320) > 224 and size else 'imagenette-320'
-    if name not in sources: raise UserError(unknown('data source', given, [*sources, 'imagenette', 'auto', 'auto:NAME']))
+    if name not in sources:
+        raise UserError(unknown('data source', given, [*sources, 'imagenette', 'auto', 'auto:NAME']))
     return sources[name]
 
 # %% ../../nbs/vision/01_sources.ipynb #6505e4ce
@@ -82,7 +89,11 @@ def split_each(labels, # Number of the category of each item
     import random
     rng,groups = random.Random(seed), {}
     for i,o in enumerate(labels): groups.setdefault(int(o), []).append(i)
-    return {i for k in sorted(groups) for i in rng.sample(groups[k], max(1, round(share*len(groups[k]))) if share else 0)}
+    def n(o): return max(1, round(share*len(o))) if share else 0
+    return {i for k in sorted(groups) for i in rng.sample(groups[k], n(groups[k]))}
+
+# %% ../../nbs/vision/01_sources.ipynb #b1433d2c
+def _hash(b): return hashlib.sha256(b).hexdigest()[:12]
 
 def load_digits_set(source, seed=42, **kwargs): # as for `load_source`; source: its `Source`
     "The digits as 8x8 arrays of bytes"
@@ -91,8 +102,8 @@ def load_digits_set(source, seed=42, **kwargs): # as for `load_source`; source: 
     xs = (d.images*(255/16)).round().astype('uint8')
     held = split_each(d.target, .2, seed)
     items = [Item(x, int(y)) for x,y in zip(xs, d.target)]
-    return ImageSet(source, [str(o) for o in range(10)], [o for i,o in enumerate(items) if i not in held],
-                    [o for i,o in enumerate(items) if i in held], dict(fingerprint=hashlib.sha256(xs.tobytes()).hexdigest()[:12]))
+    train,valid = ([o for i,o in enumerate(items) if (i in held) == part] for part in (False, True))
+    return ImageSet(source, [str(o) for o in range(10)], train, valid, dict(fingerprint=_hash(xs.tobytes())))
 
 # %% ../../nbs/vision/01_sources.ipynb #3e8cbdc4
 def _ngon(n, r=1., dx=0.): return [(dx+r*math.sin(2*math.pi*i/n), -r*math.cos(2*math.pi*i/n)) for i in range(n)]
@@ -116,8 +127,9 @@ def _colour(kind, rng):
     hue = list(shapes).index(kind)*.3 + (rng.random()-.5)*.1
     return tuple(int(255*o) for o in colorsys.hsv_to_rgb(hue%1, .45+.55*rng.random(), .35+.65*rng.random()))
 
+# %% ../../nbs/vision/01_sources.ipynb #7718862d
 def _stamp(im, kind, cx, cy, width, rng):
-    "Draw a `kind` of `width` pixels, turned at random, around (cx, cy); at double size first, so that its edges are smooth"
+    "Draw a `kind` of `width` pixels, turned at random, around (cx, cy)"
     from PIL import Image, ImageDraw
     w,a = int(width)+2,2*math.pi*rng.random()
     c,s,mask = math.cos(a),math.sin(a),Image.new('L', (2*w, 2*w))
@@ -126,12 +138,8 @@ def _stamp(im, kind, cx, cy, width, rng):
     im.paste(_colour(kind, rng), (int(cx-w/2), int(cy-w/2)), mask.resize((w, w), Image.Resampling.BOX))
 
 # %% ../../nbs/vision/01_sources.ipynb #52260345
-def draw_photo(photos, # Photographs to cut from
-               kind:str, # What to draw: a key of `shapes`
-               rng, # numpy Generator: everything random comes from it
-               side=320, # Shortest side in pixels
-    ): # PIL image
-    "A cut of a photograph with three to five `kind`s drawn over it"
+def _cut(photos, rng, side):
+    "A random piece of a photograph, of random aspect and light"
     from PIL import Image
     im,aspect = photos[int(rng.random()*len(photos))],(1., 1., 4/3, 4/3, 4/3, 3/2, 3/4)[int(rng.random()*7)]
     w,h = (round(side*aspect), side) if aspect >= 1 else (side, round(side/aspect))
@@ -140,7 +148,18 @@ def draw_photo(photos, # Photographs to cut from
     im = im.resize((w, h), Image.Resampling.BICUBIC, box=(x, y, x+w*k, y+h*k))
     if rng.random() < .5: im = im.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     light = .75+.5*rng.random()
-    im = im.point(lambda v: min(255, int(v*light)))
+    return im.point(lambda v: min(255, int(v*light)))
+
+
+# %% ../../nbs/vision/01_sources.ipynb #e9ce6dc2
+def draw_photo(photos, # Photographs to cut from
+               kind:str, # What to draw: a key of `shapes`
+               rng, # numpy Generator: everything random comes from it
+               side=320, # Shortest side in pixels
+    ): # PIL image
+    "A cut of a photograph with three to five `kind`s drawn over it"
+    im = _cut(photos, rng, side)
+    w,h = im.size
     n = 3+int(rng.random()*3)
     for _,i in sorted((rng.random(), i) for i in range(6))[:n]: # n cells of a grid of 3 x 2
         cx,cy = w*((i%3+.5)/3+.12*(rng.random()-.5)),h*((i//3+.5)/2+.12*(rng.random()-.5))
@@ -167,8 +186,10 @@ def make_photos(folder, # Where `train/KIND/*.jpg`, `valid/KIND/*.jpg` and `mani
         draw_photo(photos, kind, np.random.default_rng([seed, i])).save(fn, 'JPEG', quality=quality)
         digest.update(fn.read_bytes())
         files[fn.relative_to(folder).as_posix()] = fn.stat().st_size
-    (Path(folder)/'manifest.json').write_text(json.dumps(dict(name='photos', version=sources['photos'].version, seed=seed, synthetic=True,
-        origin=sources['photos'].origin, fingerprint=digest.hexdigest()[:12], files=files)))
+    s = sources['photos']
+    manifest = dict(name=s.name, version=s.version, seed=seed, synthetic=True, origin=s.origin,
+                    fingerprint=digest.hexdigest()[:12], files=files)
+    (Path(folder)/'manifest.json').write_text(json.dumps(manifest))
 
 # %% ../../nbs/vision/01_sources.ipynb #83215122
 def _manifest(folder):
@@ -183,30 +204,42 @@ def load_photos_set(source, seed=42, **kwargs): # as for `load_source`; source: 
     "The files of `photos`, drawn at the first call"
     folder = cache_dir()/'data'/f'photos-{source.version}'
     if not (m := _manifest(folder)):
-        print(f'Drawing the images of photos, once, into {folder.parent.name}/{folder.name} ...', file=sys.stderr, flush=True)
+        where = f'{folder.parent.name}/{folder.name}'
+        print(f'Drawing the images of photos, once, into {where} ...', file=sys.stderr, flush=True)
         build_folder(folder, make_photos, redo=folder.exists())
         m = _manifest(folder)
-    if not m: raise DataUnavailable(f'the images in {folder} are not as they were written: remove that folder and run again')
+    if not m:
+        raise DataUnavailable(f'the images in {folder} are not as they were written: remove that folder and run again')
     items = [Item(folder/k, list(shapes).index(k.split('/')[1])) for k in m['files']]
-    return ImageSet(source, list(shapes), [o for o in items if o.x.parts[-3] == 'train'], [o for o in items if o.x.parts[-3] == 'valid'],
-                    dict(fingerprint=m['fingerprint']))
+    train,valid = ([o for o in items if (o.x.parts[-3] == 'train') == part] for part in (True, False))
+    return ImageSet(source, list(shapes), train, valid, dict(fingerprint=m['fingerprint']))
 
 # %% ../../nbs/vision/01_sources.ipynb #126e90ac
+def _images(folder):
+    kinds = '.jpg', '.jpeg', '.png'
+    return sorted(o for o in folder.rglob('*') if o.suffix.lower() in kinds and o.name[0] != '.')
+
+def _not_as_packed(folder, why):
+    return DataUnavailable(f'{folder} is not the set it should be: {why}. Remove it to have it made anew')
+
+# %% ../../nbs/vision/01_sources.ipynb #ea7e221a
 def scan_folders(folder, # Holds `train/` and one of `val/`, `valid/`, `test/`, categories below
                  n_classes=None, # Fail unless there are so many
     )->tuple: # classes, training items, validation items
-    "The images of a folder, named by the folder that holds them; sorted, so that the order is the same on every machine"
+    "The images of a folder, named by the folder that holds them, in an order that is the same on every machine"
     folder = Path(folder)
     held = next((o for o in ('val', 'valid', 'test') if (folder/o).is_dir()), 'val')
-    found = [sorted(o for o in (folder/part).rglob('*') if o.suffix.lower() in ('.jpg', '.jpeg', '.png') and o.name[0] != '.')
-             for part in ('train', held)]
+    found = [_images(folder/part) for part in ('train', held)]
     classes = sorted({o.parent.name for o in found[0]})
     if not found[0] or not found[1] or len(classes) != (n_classes or len(classes)):
-        raise DataUnavailable(f'{folder} is not the set it should be: {len(found[0])} images of {len(classes)} classes in train, '
-                              f'{len(found[1])} in {held}{f", {n_classes} classes expected" if n_classes else ""}. Remove it to have it made anew')
+        expected = f', {n_classes} classes expected' if n_classes else ''
+        raise _not_as_packed(folder, f'{len(found[0])} images of {len(classes)} classes in train, '
+                                     f'{len(found[1])} in {held}{expected}')
     number = {o: i for i,o in enumerate(classes)}
     extra = {o.parent.name for o in found[1]} - set(classes)
-    if extra: raise DataUnavailable(f'{folder/held} has a class that train lacks: {sorted(extra)[0]}. Remove {folder} to have it made anew')
+    if extra:
+        raise DataUnavailable(f'{folder/held} has a class that train lacks: {sorted(extra)[0]}. '
+                              f'Remove {folder} to have it made anew')
     return (classes, *([Item(o, number[o.parent.name]) for o in part] for part in found))
 
 # %% ../../nbs/vision/01_sources.ipynb #b32b32e2
@@ -219,6 +252,12 @@ def load_fetched_set(source, seed=42, offline=False, tell=None): # as for `load_
 # %% ../../nbs/vision/01_sources.ipynb #752e9bde
 _loaders = dict(digits=load_digits_set, photos=load_photos_set)
 
+def _described(res, asked, fallback):
+    s = res.source
+    return dict(name=s.name, version=s.version, asked=asked, fallback=fallback, real=s.real, synthetic=not s.real,
+                n_classes=len(res.classes), fingerprint=None)
+
+# %% ../../nbs/vision/01_sources.ipynb #58eeb627
 def load_source(name:str, # A source, `imagenette` (picks its archive by `size`), `auto`, or `auto:NAME`
                 size=None, # Pixels that the images will be resized to
                 seed=42, # Of a split that the source does not bring itself
@@ -227,16 +266,16 @@ def load_source(name:str, # A source, `imagenette` (picks its archive by `size`)
     )->ImageSet:
     "The images of the source `name`"
     want = find_source(name, size)
-    def load(source): return _loaders.get(source.name, load_fetched_set)(source, seed=seed, **({} if source.name in _loaders else
-                                                                          dict(offline=offline, tell=tell)))
+    def load(source):
+        if source.name in _loaders: return _loaders[source.name](source, seed=seed)
+        return load_fetched_set(source, seed=seed, offline=offline, tell=tell)
     why,res = None,None
     try: res = load(want)
     except DataUnavailable as e:
         if not name.startswith('auto'): raise
         why = str(e)
         res = load(sources[want.fallback])
-        warnings.warn(f"data={name!r}: using {want.fallback!r} in place of {want.name!r}, and results will be marked so. Why: {why}", stacklevel=2)
-    s = res.source
-    res.info = dict(name=s.name, version=s.version, asked=name, fallback=want.name if why else None, real=s.real, synthetic=not s.real,
-                    n_classes=len(res.classes), fingerprint=None) | res.info
+        instead = f'using {want.fallback!r} in place of {want.name!r}, and results will be marked so'
+        warnings.warn(f'data={name!r}: {instead}. Why: {why}', stacklevel=2)
+    res.info = _described(res, name, want.name if why else None) | res.info
     return res
