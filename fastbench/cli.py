@@ -20,7 +20,8 @@ _Misused = next(o for o in typer.BadParameter.__mro__ if o.__name__ == 'ClickExc
 def _misused(e):
     ctx = getattr(e, 'ctx', None)
     if type(e).__name__ == 'NoArgsIsHelpError': print(ctx.get_help())
-    else: print(f"fastbench: {' '.join(e.format_message().split()).rstrip('.')}. `{ctx.command_path if ctx else 'fastbench'} --help` shows what there is", file=sys.stderr)
+    else:
+        print(f"fastbench: {' '.join(e.format_message().split()).rstrip('.')}. `{ctx.command_path if ctx else 'fastbench'} --help` shows what there is", file=sys.stderr)
     return e.exit_code
 
 def main():

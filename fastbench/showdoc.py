@@ -86,7 +86,8 @@ class ParameterTable(DocmentTbl):
         for _,_,like in told:
             if like: self._fill(_docments_of(getattr(target, '__globals__', {}).get(like[1])))
         rest = '; '.join(o for o,m,like in parts if (o,m,like) not in told)
-        if 'return' in self.dm: self.dm['return'].docment = rest if rest and (told or self.dm['return'].docment in (None, empty)) else self.dm['return'].docment if not told else empty
+        if 'return' in self.dm:
+            self.dm['return'].docment = rest if rest and (told or self.dm['return'].docment in (None, empty)) else self.dm['return'].docment if not told else empty
 
     def _fill(self, docs):
         for k,v in docs.items():
@@ -175,7 +176,8 @@ class Documented:
     def __init__(self, sym, # What to document
                  name:str|None=None, # How it is called, if not by its own name
                  title_level:int=3, # Of the heading
-        ): self.sym,self.name,self.title_level = sym,name or getattr(plain_function(sym), '__qualname__', str(sym)),title_level
+        ):
+            self.sym,self.name,self.title_level = sym,name or getattr(plain_function(sym), '__qualname__', str(sym)),title_level
 
     @property
     def docs(self): # '' for a class that only inherits one
@@ -208,10 +210,12 @@ def public_names(source:str, # Of an exported cell
             owner = on and (on[1] if on[0] == 'patch_to' else getattr(o.args.args[0].annotation, 'id', None))
             if owner and o.name[0] != '_': res.append(f'{owner}.{o.name}')
             elif not on and o.name in known: res.append(o.name)
-        elif isinstance(o, (ast.Assign, ast.AnnAssign)): res += [n for n in _targets(o) if n.split('.')[0] in known and '._' not in n and not n.startswith('_')]
+        elif isinstance(o, (ast.Assign, ast.AnnAssign)):
+            res += [n for n in _targets(o) if n.split('.')[0] in known and '._' not in n and not n.startswith('_')]
     return list(dict.fromkeys(res))
 
-def _decorated(d): return (getattr(d.func, 'id', ''), getattr(d.args[0], 'id', None) if d.args else None) if isinstance(d, ast.Call) else (getattr(d, 'id', ''), None)
+def _decorated(d):
+    return (getattr(d.func, 'id', ''), getattr(d.args[0], 'id', None) if d.args else None) if isinstance(d, ast.Call) else (getattr(d, 'id', ''), None)
 
 def _targets(o):
     for t in o.targets if isinstance(o, ast.Assign) else [o.target]:

@@ -25,7 +25,8 @@ def conv_weights(model # A `nn.Module`
     ps = (p for m in convs for p in m._parameters.values() if p is not None and not is_lazy(p) and p.ndim in _formats)
     return list({id(p): p for p in ps}.values())
 
-def _lay(t, strides): return t if t.stride() == strides else torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+def _lay(t, strides):
+    return t if t.stride() == strides else torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 @torch.no_grad()
 def lay(p, # A parameter
@@ -51,7 +52,9 @@ class ChannelsLast(DuringFit, FastaiChannelsLast):
         self._was = []
         model = self.learn.model
         ps = conv_weights(model)
-        if not ps: raise UserError(f'channels-last: {type(model).__name__} has no 2-d or 3-d convolution, the layout would change nothing; leave ChannelsLast out')
+        if not ps:
+            raise UserError(f'channels-last: {type(model).__name__} has no 2-d or 3-d convolution, the layout would '
+                            'change nothing; leave ChannelsLast out')
         for p in ps:
             self._was.append((p, p.stride()))
             lay(p, p.data.contiguous(memory_format=_formats[p.ndim]).stride(), self.learn.opt)

@@ -61,7 +61,8 @@ class GradientCheckpointing(DuringFit):
         every:int=1, # Each n-th block: 1 saves most, more costs less
         modules=None, # Which modules are blocks: a class, several, or a function of a module; found by structure if None
     ):
-        if not isinstance(every, int) or every < 1: raise UserError(f'every={every!r} cannot be: each n-th block, a whole number from 1')
+        if not isinstance(every, int) or every < 1:
+            raise UserError(f'every={every!r} cannot be: each n-th block, a whole number from 1')
         self.every,self.modules = every,modules
 
     def switch_on(self):
@@ -69,8 +70,10 @@ class GradientCheckpointing(DuringFit):
         own = None if self.modules or self.every > 1 else _own_switch(model)
         if own: return self.at_end(own())
         found = self._blocks(model)
-        if not found: raise UserError(f'gradient checkpointing: {type(model).__name__} has no repeated blocks (or none that was asked for); '
-                                      'name them: GradientCheckpointing(modules=MyBlock)')
+        if not found:
+            raise UserError(f'gradient checkpointing: {type(model).__name__} has no repeated blocks (or none that was '
+                            'asked for); '
+                            'name them: GradientCheckpointing(modules=MyBlock)')
         for o in found[::self.every]: self.at_end(override(o, 'forward', _Checkpointed(o)))
 
 # %% ../../nbs/callback/08_checkpointing.ipynb #6ea1e60d

@@ -85,12 +85,15 @@ class Compile(DuringFit):
 @patch
 def _compile(self:Compile, model):
     if hasattr(model, '_orig_mod') or model._compiled_call_impl is not None:
-        raise UserError(f'compile: this {type(model).__name__} is compiled already (torch.compile(model), or model.compile()); give the Learner the model itself')
+        raise UserError(f'compile: this {type(model).__name__} is compiled already (torch.compile(model), or '
+                        'model.compile()); give the Learner the model itself')
     try:
         call = _Call(model, self._tell, self._options)
         self._seen = (_records() or [None])[-1]
         return call
-    except Exception as e: raise UserError(f'compile: {_line(e)}; torch.compiler.list_backends() has the backends, and Compile names the modes') from e
+    except Exception as e:
+        raise UserError(f'compile: {_line(e)}; torch.compiler.list_backends() has the backends, and Compile names the '
+                        'modes') from e
 
 def _line(e):
     "The innermost cause, in one line"
@@ -109,7 +112,8 @@ def _attempt(self:Compile, *args, **kwargs):
         tip = ("fastai's types cannot be traced; the Learner lacks its default callback CastToTensor" if any(isinstance(o, TensorBase) for o in args) else
                'it needs a C++ compiler (apt install g++, or CXX) on a CPU and Triton on a GPU' if text.startswith(_tools) or 'C compiler' in text else
                'the model may hold what torch.compile cannot follow')
-        raise UserError(f"compile: backend {self._options['backend']!r} failed on {type(self._call.model).__name__} ({text}); {tip}. Train without Compile, "
+        raise UserError(f"compile: backend {self._options['backend']!r} failed on {type(self._call.model).__name__} "
+                        f"({text}); {tip}. Train without Compile, "
                         "or try backend='aot_eager' to see where it fails") from e
 
 # %% ../../nbs/callback/07_compiling.ipynb #b63cf32c
@@ -119,7 +123,8 @@ def _tell(self:Compile):
     new = []
     for o in _records()[::-1]:
         if o is self._seen: break
-        if getattr(o, 'recompile_reason', None): new.append(o.recompile_reason.splitlines()[0].partition(': ')[2].partition('  #')[0].strip())
+        if getattr(o, 'recompile_reason', None):
+            new.append(o.recompile_reason.splitlines()[0].partition(': ')[2].partition('  #')[0].strip())
     self._seen = (_records() or [None])[-1]
     self.reasons += new[::-1][-1:] or ['torch does not say why']
     if self._warned: return

@@ -11,7 +11,8 @@ from functools import partial
 # %% ../../nbs/callback/00_override.ipynb #60a0e59a
 class _Overridden:
     "What stands on an object instead of its method"
-    def __init__(self, own, was): self.own,self.was,self.fs,self.call = own,was,[],own  # was: did the object have it apart from its class?
+    def __init__(self, own, was):
+        self.own,self.was,self.fs,self.call = own,was,[],own  # was: did the object have it apart from its class?
     def __call__(self, *args, **kwargs): return self.call(*args, **kwargs)
     def __reduce__(self): return _same,(self.own,)  # what is copied or loaded has its own, as nobody would give it back
 

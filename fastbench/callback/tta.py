@@ -19,7 +19,8 @@ class FlipTTA(Callback):
         x = self.learn.xb[0]
         if self.training: return
         if not isinstance(x, torch.Tensor) or x.ndim != 4:
-            raise UserError(f'FlipTTA mirrors batches of images (image, channel, height, width); this one is {tuple(x.shape) if hasattr(x, "shape") else type(x).__name__}')
+            raise UserError('FlipTTA mirrors batches of images (image, channel, height, width); this one is '
+                            f'{tuple(x.shape) if hasattr(x, "shape") else type(x).__name__}')
         self.learn.xb = (torch.cat([x, x.flip(-1)]), *self.learn.xb[1:])
 
     def after_pred(self):

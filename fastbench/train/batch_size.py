@@ -49,7 +49,8 @@ def is_oom(e:BaseException # What a step raised
     )->bool:
     "Is it for want of memory?"
     while e is not None:
-        if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or isinstance(e, RuntimeError) and any(o in str(e) for o in _signs): return True
+        if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or isinstance(e, RuntimeError) and any(o in str(e) for o in _signs):
+            return True
         e = getattr(e, 'inner_exception', None) or e.__cause__
     return False
 
@@ -157,7 +158,8 @@ def _tensors(o):
 def _rows(b, n, bs):
     "Of a batch of `n` samples, `bs`"
     ends = _ends(b)
-    if ends is None: return _each(b, lambda o: o[torch.arange(bs, device=o.device) % n] if o.ndim and len(o) == n else o)
+    if ends is None:
+        return _each(b, lambda o: o[torch.arange(bs, device=o.device) % n] if o.ndim and len(o) == n else o)
     sizes,total = ends.diff(),int(ends[-1])
     of = torch.arange(bs, device=ends.device) % n
     tokens = torch.cat([torch.arange(ends[i], ends[i+1], device=ends.device) for i in of])
@@ -206,7 +208,8 @@ def _again(cb):
     new = type(cb).__new__(type(cb))
     new.__setstate__(deepcopy({k: v for k,v in cb.__getstate__().items() if k not in ('learn', '_learn', 'average')}))
     if isinstance(cb, EMACallback): new.average = None
-    if isinstance(cb, MixedPrecision): new._scaler,new.kwargs = None,{**cb.kwargs, 'init_scale': 1.}  # a skipped step would allocate no optimizer state
+    if isinstance(cb, MixedPrecision):
+        new._scaler,new.kwargs = None,{**cb.kwargs, 'init_scale': 1.}  # a skipped step would allocate no optimizer state
     return new
 
 # %% ../../nbs/train/08_batch_size.ipynb #8e4a6f30
@@ -275,7 +278,8 @@ def _search(fits, start, most):
 
 # %% ../../nbs/train/08_batch_size.ipynb #c43c64ae
 def _whole(name, v):
-    if isinstance(v, bool) or not isinstance(v, (int, np.integer)) or v < 1: raise UserError(f'{name}={v!r} cannot be: a number of samples, 1 or more')
+    if isinstance(v, bool) or not isinstance(v, (int, np.integer)) or v < 1:
+        raise UserError(f'{name}={v!r} cannot be: a number of samples, 1 or more')
     return int(v)
 
 def _n_items(dl): return getattr(dl, 'n', None) or (len(dl.dataset) if hasattr(dl, 'dataset') else None)
@@ -293,9 +297,12 @@ def find_batch_size(self:Learner,
     most = _whole('max', max) if max is not None else n or 2**16
     if n is not None: most = min(most, n)
     start = _whole('start', start) if start is not None else getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None) or 16
-    if not 0 <= headroom < 1: raise UserError(f'headroom={headroom!r} cannot be: the share of the memory to leave free, from 0 to below 1')
+    if not 0 <= headroom < 1:
+        raise UserError(f'headroom={headroom!r} cannot be: the share of the memory to leave free, from 0 to below 1')
     memory = parse_memory(memory) if memory is not None else None
-    if isinstance(self.opt_func, OptimWrapper): raise UserError('find_batch_size needs to make an optimizer of its own: opt_func must be a function, not an OptimWrapper')
+    if isinstance(self.opt_func, OptimWrapper):
+        raise UserError('find_batch_size needs to make an optimizer of its own: opt_func must be a function, not an '
+                        'OptimWrapper')
     device = indexed(torch.device(getattr(self.dls, 'device', None) or next(self.model.parameters()).device))
     with ExitStack() as stack:
         stack.enter_context(_rng_kept(device))
@@ -324,7 +331,8 @@ def _result(best, tries, room, most, n):
     def gb(x): return f'{x/1e9:.2f} GB' if x > 1e9 else f'{x/1e6:.0f} MB'
     if not best:
         peak = min((p for _,_,p in tries if p), default=None)
-        raise UserError(f'find_batch_size: not even one sample fits into {gb(room.limit)} on {room.device.type}' + (f' (a step held {gb(peak)})' if peak else '') +
+        raise UserError(f'find_batch_size: not even one sample fits into {gb(room.limit)} on '
+                        f'{room.device.type}' + (f' (a step held {gb(peak)})' if peak else '') +
                         '; a smaller model or input, GradientCheckpointing, or to_half() need less' + (', or give more memory' if room.asked else ''))
     res = BatchSize(best)
     res.seconds,res.peak = next((s, p) for bs,s,p in tries[::-1] if bs == best and s is not None)

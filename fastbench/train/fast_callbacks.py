@@ -79,7 +79,8 @@ class SmoothLoss(AvgSmoothLoss):
         return self._blocks[-1][(self.count-1) % self.size] if self.count else torch.tensor(torch.nan)
 
 # %% ../../nbs/train/01_fast_callbacks.ipynb #98838f57
-def _times(mean, n): return torch.where(n > 0, mean, 0.)*n if isinstance(n, Tensor) else mean*n  # the mean of nothing is NaN
+def _times(mean, n):
+    return torch.where(n > 0, mean, 0.)*n if isinstance(n, Tensor) else mean*n  # the mean of nothing is NaN
 
 class LeanLoss(AvgLoss):
     "`AvgLoss` without a wait for the device at every batch, every target weighing the same"
@@ -198,5 +199,6 @@ lean_classes = {Recorder: LeanRecorder, ProgressCallback: LeanProgress, TrainEva
 def lean(cb # A callback, or a class of callbacks
     ): # The same
     "Make `cb` lean if it can be"
-    if type(cb) is ParamScheduler: object.__setattr__(cb, '__class__', LeanSchedule)  # a callback would warn of a name that the Learner has too
+    if type(cb) is ParamScheduler:
+        object.__setattr__(cb, '__class__', LeanSchedule)  # a callback would warn of a name that the Learner has too
     return cb

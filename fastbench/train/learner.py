@@ -117,7 +117,9 @@ class BenchLearner(FastLoop):
     def to_distributed(self, sync_bn=True, # Batch norm over all processes, on GPUs
                        **kwargs): # Of `Accelerator`: cpu=True for processes on a CPU
         "Train in all processes that torchrun has started; `detach_distributed` takes it off"
-        if find_spec('accelerate') is None: raise UserError("several processes are brought together by Accelerate, which is not there: pip install 'fastbench[distributed]'")
+        if find_spec('accelerate') is None:
+            raise UserError("several processes are brought together by Accelerate, which is not there: pip install "
+                            "'fastbench[distributed]'")
         from fastai.callback.progress import ProgressCallback
         from fastai.torch_core import rank_distrib
         from fastbench.train.ranks import RankTrainer

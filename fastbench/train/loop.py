@@ -28,9 +28,11 @@ _gated = frozenset(_inner_loop)  # the events that `run_train` and `run_valid` s
 _events = _gated | {'after_cancel_step'}  # the events of a batch
 
 _order = attrgetter('order')
-def _whole(cb): return type(cb).__call__ is not Callback.__call__ or hasattr(type(cb), 'training') or 'training' in vars(cb)
+def _whole(cb):
+    return type(cb).__call__ is not Callback.__call__ or hasattr(type(cb), 'training') or 'training' in vars(cb)
 
-def _silent(cb): return getattr(cb if isinstance(cb, type) else type(cb), 'by_stamps', False)  # needs no event of a batch: the loop leaves its marks
+def _silent(cb):
+    return getattr(cb if isinstance(cb, type) else type(cb), 'by_stamps', False)  # needs no event of a batch: the loop leaves its marks
 
 class _Listeners(dict):
     "Event of a batch -> the callbacks that listen, in order, each with whether it is to be called as a whole; the marks of its edges"
@@ -118,7 +120,8 @@ class FastLoop(Learner):
         if not _silent(cb): self._listeners = {}
         return super().remove_cb(cb)
 
-    def __getstate__(self): return {k: v for k,v in super().__getstate__().items() if k not in ('_listeners', '_stamp', '_known')}
+    def __getstate__(self):
+        return {k: v for k,v in super().__getstate__().items() if k not in ('_listeners', '_stamp', '_known')}
 
 # %% ../../nbs/train/06_loop.ipynb #bb8226e3
 @patch
@@ -127,7 +130,8 @@ def all_batches(self:FastLoop):
     self._known = {}
     try:
         self.n_iter = len(self.dl)
-        for i,b in enumerate(self.draw_batches(self.dl)): self.one_batch(i, b)  # a tuple of both would hold a batch for two steps more
+        for i,b in enumerate(self.draw_batches(self.dl)):
+            self.one_batch(i, b)  # a tuple of both would hold a batch for two steps more
     finally: self._known = None
 
 @patch
@@ -200,7 +204,8 @@ def metrics(self:FastLoop):
     "Metrics; functions as `LeanMetric`s"
     return self._metrics
 @patch(set_prop=True)
-def metrics(self:FastLoop, v): self._metrics = L(v).map(lambda m: LeanMetric(m) if not isinstance(m, (type, Metric)) else m() if isinstance(m, type) else m)
+def metrics(self:FastLoop, v):
+    self._metrics = L(v).map(lambda m: LeanMetric(m) if not isinstance(m, (type, Metric)) else m() if isinstance(m, type) else m)
 
 @patch(as_prop=True)
 def smooth_loss(self:FastLoop): # A tensor on the CPU

@@ -76,7 +76,8 @@ def _check(self:TorchOptimizer):
     can = _fused_devices() if self.kwargs.get('fused') else None
     bad = next((p for p in self._all if p.requires_grad and not (p.is_floating_point() and p.device.type in can)), None) if can else None
     if bad is not None:
-        raise UserError(f"fused {self.cls.__name__} cannot step a {str(bad.dtype)[6:]} parameter on {bad.device.type}: torch {torch.__version__} fuses floating "
+        raise UserError(f"fused {self.cls.__name__} cannot step a {str(bad.dtype)[6:]} parameter on "
+                        f"{bad.device.type}: torch {torch.__version__} fuses floating "
                         f"point on {', '.join(can)}; use the foreach one, or fastai's own")
 
 @patch
@@ -126,7 +127,8 @@ def _fill(self:TorchOptimizer):
     "Fused SGD fails where some parameters of a group have momentum and others, new to it, have none"
     if 'momentum_buffer' not in self.slots or not self.hypers[0]['mom']: return
     for p in self._all:
-        if p.grad is not None and not self.opt.state.get(p): self.opt.state[p] = dict(momentum_buffer=torch.zeros_like(p))
+        if p.grad is not None and not self.opt.state.get(p):
+            self.opt.state[p] = dict(momentum_buffer=torch.zeros_like(p))
 
 # %% ../../nbs/train/03_optimizer.ipynb #f1d281a2
 def _in_memory(t): return t.movedim(1, -1).view(-1)  # in channels-last
@@ -174,13 +176,17 @@ def load_state_dict(self:TorchOptimizer, sd:dict # Of this optimizer, or of fast
     def refuse(why):
         warnings.warn(f'optimizer state not loaded: {why}')
         raise UserError(f'optimizer state not loaded: {why}')
-    if set(sd) != {'state', 'hypers'}: refuse(f"it holds {', '.join(sd)}, not state and hypers: was it saved by an OptimWrapper?")
-    if len(sd['hypers']) != len(self.param_lists): refuse(f"it has {len(sd['hypers'])} parameter groups, this optimizer {len(self.param_lists)}")
-    if len(sd['state']) != len(self._all): refuse(f"it has {len(sd['state'])} parameters, this optimizer {len(self._all)}")
+    if set(sd) != {'state', 'hypers'}:
+        refuse(f"it holds {', '.join(sd)}, not state and hypers: was it saved by an OptimWrapper?")
+    if len(sd['hypers']) != len(self.param_lists):
+        refuse(f"it has {len(sd['hypers'])} parameter groups, this optimizer {len(self.param_lists)}")
+    if len(sd['state']) != len(self._all):
+        refuse(f"it has {len(sd['state'])} parameters, this optimizer {len(self._all)}")
     names = set(self.slots.values())
     kept = [{k: v for k,v in s.items() if k not in self._keep_on_clear} for s in sd['state']]
     for o in kept:
-        if o and set(o) != names: refuse(f"it holds {', '.join(sorted(o))} of a parameter, {self.cls.__name__} needs {', '.join(sorted(names)) or 'nothing'}")
+        if o and set(o) != names:
+            refuse(f"it holds {', '.join(sorted(o))} of a parameter, {self.cls.__name__} needs {', '.join(sorted(names)) or 'nothing'}")
     self.state = defaultdict(dict, {p: {k: v for k,v in s.items() if k in self._keep_on_clear} for p,s in zip(self._all, sd['state'])})
     self.hypers = L(dict(h) for h in sd['hypers'])
     self._loaded,self.opt = {p: o for p,o in zip(self._all, kept) if o},None
@@ -197,12 +203,14 @@ def _unpack(self:TorchOptimizer):
     fused = bool(self.kwargs.get('fused'))
     for p,o in self._loaded.items():
         s = {k: o[v] for k,v in self.slots.items()}
-        if 'step' in s: s['step'] = torch.tensor(float(s['step']), dtype=torch.float32, device=p.device if fused else 'cpu')
+        if 'step' in s:
+            s['step'] = torch.tensor(float(s['step']), dtype=torch.float32, device=p.device if fused else 'cpu')
         self.opt.state[p] = {k: v if k == 'step' else torch.empty_like(p).copy_(v) for k,v in s.items()}
     self._loaded = {}
 
 # %% ../../nbs/train/03_optimizer.ipynb #f5bd0817
-def _adam(h): return dict(lr=float(h['lr']), betas=(float(h['mom']), float(h['sqr_mom'])), eps=float(h['eps']), weight_decay=float(h['wd']))
+def _adam(h):
+    return dict(lr=float(h['lr']), betas=(float(h['mom']), float(h['sqr_mom'])), eps=float(h['eps']), weight_decay=float(h['wd']))
 _adam_slots = dict(exp_avg='grad_avg', exp_avg_sq='sqr_avg', step='step')
 
 def _make_adam(cls, impl, params, lr, mom=.9, sqr_mom=.99, eps=1e-5, wd=.01):

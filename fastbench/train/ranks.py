@@ -44,7 +44,8 @@ class RankDL(CopiesAhead, DistributedDL):
         return t.cpu().tolist()
 
 # %% ../../nbs/train/02_ranks.ipynb #aff66f59
-def _sums(metric): return getattr(metric, 'sums', ('total', 'count') if isinstance(metric, (AvgLoss, AvgMetric)) else ())
+def _sums(metric):
+    return getattr(metric, 'sums', ('total', 'count') if isinstance(metric, (AvgLoss, AvgMetric)) else ())
 
 def add_up(metrics # fastai's `Metric`s, the same on all ranks
     )->list: # Those that cannot be added up
@@ -54,7 +55,8 @@ def add_up(metrics # fastai's `Metric`s, the same on all ranks
     torch.distributed.all_reduce(total)
     for (m,k),v in zip(sums, total.cpu().unbind()): setattr(m, k, v)
     kept = [m for m in metrics if isinstance(m, AccumMetric)]
-    for m,*parts in zip(kept, *_of_all([(m.preds, m.targs) for m in kept])) if kept else (): m.preds,m.targs = (sum(o, []) for o in zip(*parts))
+    for m,*parts in zip(kept, *_of_all([(m.preds, m.targs) for m in kept])) if kept else ():
+        m.preds,m.targs = (sum(o, []) for o in zip(*parts))
     return [m for m in metrics if not _sums(m) and m not in kept]
 
 def _of_all(o):
@@ -75,7 +77,9 @@ class RankTrainer(DistributedTrainer):
         if isinstance(dl, (list, tuple)): return _Alone(dl)
         n,have = getattr(dl, 'world_size', None),max(1, num_distrib())
         if n is None: return RankDL(dl, device=next(self.learn.model.parameters()).device)
-        if n != have: raise UserError(f'the loader deals to {n} processes, and {have} are training: make it in each of them (torchrun tells them who they are), or give it rank and world_size')
+        if n != have:
+            raise UserError(f'the loader deals to {n} processes, and {have} are training: make it in each of them '
+                            '(torchrun tells them who they are), or give it rank and world_size')
         return dl
 
     def _repeats(self, yes):
@@ -93,16 +97,20 @@ class RankTrainer(DistributedTrainer):
         if self._recorded('train_metrics'): self._add_up(self.learn.metrics)
     def after_validate(self):
         if self._recorded('valid_metrics'): self._add_up([self.recorder.loss, *self.learn.metrics])
-    def _recorded(self, which): return num_distrib() > 1 and not self._predicts and getattr(getattr(self.learn, 'recorder', None), which, False)
+    def _recorded(self, which):
+        return num_distrib() > 1 and not self._predicts and getattr(getattr(self.learn, 'recorder', None), which, False)
     def _add_up(self, metrics):
         own = add_up(metrics)
-        if own and not self._told and not rank_distrib(): warnings.warn(f'{", ".join(o.name for o in own)}: of each process its own part only; name what adds up in the metric\'s `sums`', stacklevel=2)
+        if own and not self._told and not rank_distrib():
+            warnings.warn(f'{", ".join(o.name for o in own)}: of each process its own part only; name what adds up in the metric\'s `sums`', stacklevel=2)
         self._told = self._told or bool(own)
 
 # %% ../../nbs/train/02_ranks.ipynb #f0c36a24
-def _cut(o, n): return o[:n] if isinstance(o, (Tensor, L)) else type(o)(_cut(p, n) for p in o) if isinstance(o, (tuple, list)) else o
+def _cut(o, n):
+    return o[:n] if isinstance(o, (Tensor, L)) else type(o)(_cut(p, n) for p in o) if isinstance(o, (tuple, list)) else o
 
-def _lengths(o): return [len(o)] if isinstance(o, (Tensor, L)) else [n for p in o for n in _lengths(p)] if isinstance(o, (tuple, list)) else []
+def _lengths(o):
+    return [len(o)] if isinstance(o, (Tensor, L)) else [n for p in o for n in _lengths(p)] if isinstance(o, (tuple, list)) else []
 
 def joined(parts # What `get_preds` gave on each rank: tensors, `L`s, tuples of these, or None
     ): # One after the other
@@ -128,8 +136,11 @@ def all_preds(self:RankTrainer,
               save_targs=None, # Likewise
               **kwargs): # For `get_preds`
     "What `get_preds` gives for the items of all ranks, on each"
-    if num_distrib() < 2: return get_preds(ds_idx, dl, reorder=reorder, save_preds=save_preds, save_targs=save_targs, **kwargs)
-    if save_preds or save_targs: raise UserError('save_preds and save_targs are for one process: several would write over each other. Save what get_preds returns, on one rank')
+    if num_distrib() < 2:
+        return get_preds(ds_idx, dl, reorder=reorder, save_preds=save_preds, save_targs=save_targs, **kwargs)
+    if save_preds or save_targs:
+        raise UserError('save_preds and save_targs are for one process: several would write over each other. Save '
+                        'what get_preds returns, on one rank')
     get_preds = partial(self._by_itself, get_preds)
     new,dl = dl is None, self.learn.dls[ds_idx] if dl is None else dl
     if isinstance(dl, RankDL): dl = dl.dl
@@ -140,7 +151,8 @@ def all_preds(self:RankTrainer,
         res = get_preds(ds_idx, _Alone(dl), reorder=False, **kwargs)
         return nested_reorder(res, torch.tensor(dl.mine).argsort()) if reorder else res
     dl = self._wrap_dl(dl)
-    if not hasattr(type(dl), 'mine'): raise UserError(f'{type(dl).__name__} does not tell which items are whose: get_preds is for one process here')
+    if not hasattr(type(dl), 'mine'):
+        raise UserError(f'{type(dl).__name__} does not tell which items are whose: get_preds is for one process here')
     try: res,why = get_preds(ds_idx, dl, reorder=False, **kwargs),None
     except Exception as e: res,why = None,e
     idxs,res,whys = zip(*_of_all((dl.mine, res and _cut(res, len(dl.mine)), why and f'{type(why).__name__}: {why}')))
@@ -148,5 +160,7 @@ def all_preds(self:RankTrainer,
     for i,o in enumerate(whys):
         if o: raise UserError(f'process {i} could not predict, so none did: {o}')
     res,idxs = joined(res),torch.tensor(sum(map(list, idxs), []))
-    if any(n != len(idxs) for n in _lengths(res)): raise UserError(f'{max(_lengths(res))} predictions for {len(idxs)} items: these are of whole batches, as for packed tokens; learn.predict has one for each')
+    if any(n != len(idxs) for n in _lengths(res)):
+        raise UserError(f'{max(_lengths(res))} predictions for {len(idxs)} items: these are of whole batches, as for '
+                        'packed tokens; learn.predict has one for each')
     return nested_reorder(res, idxs.argsort()) if reorder else res

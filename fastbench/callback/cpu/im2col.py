@@ -33,7 +33,8 @@ def _columns(x, how):
 # %% ../../../nbs/callback/cpu/14_im2col.ipynb #e568e8d5
 def _plain_how(how): return how[1],how[3][::-2],how[2]  # stride, padding, dilation
 
-def _of_input(g, x, w, how): return torch.ops.aten.convolution_backward(g, x, w, None, *_plain_how(how), False, (0, 0), 1, (True, False, False))[0]
+def _of_input(g, x, w, how):
+    return torch.ops.aten.convolution_backward(g, x, w, None, *_plain_how(how), False, (0, 0), 1, (True, False, False))[0]
 
 def _rows(w): return w.permute(0, 2, 3, 1).reshape(len(w), -1)  # a view of what is channels-last
 
@@ -80,7 +81,8 @@ def _way(m, x):
 
 def _conv(m, f, x):
     dtype = torch.is_autocast_enabled('cpu') and torch.get_autocast_dtype('cpu') or x.dtype
-    if x.device.type != 'cpu' or dtype != torch.bfloat16 or torch.compiler.is_compiling() or (whole := _way(m, x)) is None: return f(x)
+    if x.device.type != 'cpu' or dtype != torch.bfloat16 or torch.compiler.is_compiling() or (whole := _way(m, x)) is None:
+        return f(x)
     with torch.autocast('cpu', enabled=False):
         return _Product.apply(*(o if o is None else o.to(dtype) for o in (x, m.weight, m.bias)), _how(m), whole)
 

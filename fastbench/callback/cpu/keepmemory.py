@@ -19,13 +19,20 @@ def check_malloc(device='cpu', # Where the training is
     ): # The C library, by ctypes
     "glibc, or a `UserError` that says why memory cannot be kept here"
     kind = torch.device(device).type
-    if kind != 'cpu': raise UserError(f'keep_memory has no effect on {kind}: PyTorch keeps the memory of such a device itself; leave it out')
+    if kind != 'cpu':
+        raise UserError(f'keep_memory has no effect on {kind}: PyTorch keeps the memory of such a device itself; '
+                        'leave it out')
     lib = ctypes.CDLL(None) if sys.platform.startswith('linux') else None
-    if not hasattr(lib, 'gnu_get_libc_version'): raise UserError("keep_memory is for Linux with glibc, and this is another C library; leave it out")
+    if not hasattr(lib, 'gnu_get_libc_version'):
+        raise UserError("keep_memory is for Linux with glibc, and this is another C library; leave it out")
     other = next((o for o in variables().get('LD_PRELOAD', '').split() if 'malloc' in o), None)
-    if other: raise UserError(f"keep_memory has no effect: {other} is preloaded and allocates instead of glibc; leave it out, or LD_PRELOAD")
+    if other:
+        raise UserError(f"keep_memory has no effect: {other} is preloaded and allocates instead of glibc; leave it "
+                        "out, or LD_PRELOAD")
     mine = next((k for k in ('GLIBC_TUNABLES', 'MALLOC_MMAP_THRESHOLD_', 'MALLOC_TRIM_THRESHOLD_') if k in os.environ and 'threshold' in f'{k}{os.environ[k]}'.lower()), None)
-    if mine: raise UserError(f'keep_memory has no effect: {mine} sets the thresholds of this process already; leave one of the two out')
+    if mine:
+        raise UserError(f'keep_memory has no effect: {mine} sets the thresholds of this process already; leave one of '
+                        'the two out')
     return lib
 
 # %% ../../../nbs/callback/cpu/10_keepmemory.ipynb #1de33216

@@ -29,8 +29,12 @@ def check_onednn(device='cpu', # Where the training is
     "A `UserError` where linear layers would not be computed by oneDNN"
     kind = torch.device(device).type
     if kind != 'cpu': raise UserError(f'onednn has no effect on {kind}: it is a library for CPUs; leave it out')
-    if precision != 'fp32': raise UserError(f'onednn has no effect in {precision}: PyTorch multiplies 16 bits by oneDNN as it is; leave it out')
-    if compiled: raise UserError('onednn has no effect on a compiled model: torch.compile chooses how to multiply; leave one of the two out')
+    if precision != 'fp32':
+        raise UserError(f'onednn has no effect in {precision}: PyTorch multiplies 16 bits by oneDNN as it is; leave '
+                        'it out')
+    if compiled:
+        raise UserError('onednn has no effect on a compiled model: torch.compile chooses how to multiply; leave one '
+                        'of the two out')
     if not has_onednn():
         raise UserError(f'onednn: PyTorch {torch.__version__} was built without oneDNN here; leave it out')
 
@@ -69,7 +73,8 @@ _least = 2**22  # multiplications: some 0.1 ms
 
 def _linear(m, f, x):
     w,b = m.weight,m.bias
-    if x.numel()*len(w) < _least or not x.dtype == w.dtype == torch.float32 or x.ndim < 2 or torch.is_autocast_enabled('cpu'): return f(x)
+    if x.numel()*len(w) < _least or not x.dtype == w.dtype == torch.float32 or x.ndim < 2 or torch.is_autocast_enabled('cpu'):
+        return f(x)
     return _Linear.apply(x, w, b)
 
 # %% ../../../nbs/callback/cpu/11_onednn.ipynb #a871fbf8
@@ -79,5 +84,6 @@ class OneDNNLinear(DuringFit):
         learn = self.learn
         check_onednn(train_device(learn), train_precision(learn), any(isinstance(o, Compile) for o in learn.cbs))
         layers = [m for m in learn.model.modules() if has_method(m, 'forward', nn.Linear)]
-        if not layers: raise UserError(f'onednn has no effect: {type(learn.model).__name__} has no linear layer; leave it out')
+        if not layers:
+            raise UserError(f'onednn has no effect: {type(learn.model).__name__} has no linear layer; leave it out')
         for m in layers: self.at_end(override(m, 'forward', partial(_linear, m)))

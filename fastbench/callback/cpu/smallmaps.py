@@ -28,14 +28,16 @@ def _at_risk(conv, map_size, positions=None): # positions: of the kernel in each
     if all(n >= d*(k-1) + s for n,k,s,d in zip(map_size, kernel, stride, dilation)): return False
     if len(kernel) == 3: return True
     pads = conv._reversed_padding_repeated_twice[::-1]  # after, before: of the first dimension, then of the second
-    if positions is None: positions = _positions(map_size, kernel, stride, dilation, map(sum, zip(pads[::2], pads[1::2])))
+    if positions is None:
+        positions = _positions(map_size, kernel, stride, dilation, map(sum, zip(pads[::2], pads[1::2])))
     return not all(map(_meets_all, map_size, positions, kernel, stride, dilation, pads[1::2]))
 
 # %% ../../../nbs/callback/cpu/09_smallmaps.ipynb #918be652
 def _in_bf16(x): return x.dtype == torch.bfloat16 or torch.is_autocast_enabled('cpu')
 
 def _in_fp32(f, x, weight, bias):
-    with torch.autocast('cpu', enabled=False): return f(x.float(), weight.float(), bias if bias is None else bias.float()).to(torch.bfloat16)
+    with torch.autocast('cpu', enabled=False):
+        return f(x.float(), weight.float(), bias if bias is None else bias.float()).to(torch.bfloat16)
 
 _transposed = {nn.ConvTranspose1d: F.conv_transpose1d, nn.ConvTranspose2d: F.conv_transpose2d, nn.ConvTranspose3d: F.conv_transpose3d}
 
