@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile', 'EMACallback', 'HalfPrecision', 'KeepMemory',
-           'OneDNNLinear', 'FirstBatches', 'Profiler', 'TimeToAccuracy', 'FlipTTA', 'Climb', 'ladder', 'bench_learner',
-           'muon', 'foreach_adam', 'foreach_adamw', 'foreach_sgd', 'fused_adam', 'fused_adamw', 'fused_sgd', 'Kind',
-           'XResNet', 'Timm', 'Torchvision', 'Small', 'Transformer', 'LanguageModel', 'setting', 'kinds', 'Ladder',
-           'Recipe', 'Rung', 'UserError', 'but', 'get_ladder', 'get_recipe', 'ladders', 'recipes', 'register',
-           'register_ladder', 'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs', 'steps',
-           'export', 'save', 'Table', 'BenchLearner', 'augmented', 'vision_dls', 'timm_learner', 'xresnet_learner',
-           'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner',
-           'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer',
+           'OneDNNLinear', 'FirstBatches', 'Profiler', 'TimeToAccuracy', 'FlipTTA', 'LadderTable', 'ladder',
+           'bench_learner', 'muon', 'foreach_adam', 'foreach_adamw', 'foreach_sgd', 'fused_adam', 'fused_adamw',
+           'fused_sgd', 'Kind', 'XResNet', 'Timm', 'Torchvision', 'Small', 'Transformer', 'LanguageModel', 'setting',
+           'kinds', 'Ladder', 'Recipe', 'Rung', 'UserError', 'but', 'get_ladder', 'get_recipe', 'ladders', 'recipes',
+           'register', 'register_ladder', 'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs',
+           'steps', 'export', 'save', 'Table', 'BenchLearner', 'augmented', 'vision_dls', 'timm_learner',
+           'xresnet_learner', 'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls',
+           'hf_learner', 'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer',
            'train_tokenizer', 'hf_splitter', 'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare',
            'compare_times', 'compare_pairs', 'time_pairs', 'doctor', 'report', 'suite', 'Energy', 'LogPhases']
 
@@ -37,7 +37,7 @@ from .measure.table import Table
 from .compare.ab import ab
 from .compare.runs import compare
 from .compare.doctor import doctor
-from .compare.ladder import Climb, ladder
+from .compare.ladder import LadderTable, ladder
 from .bench.learner import bench_learner
 from .train.muon import muon
 from .train.optimizer import foreach_adam, foreach_adamw, foreach_sgd, fused_adam, fused_adamw, fused_sgd
@@ -74,7 +74,7 @@ from .vision.small import small_learner, small_net
 # %% ../nbs/05_all.ipynb #7abfea7c
 _all_ = [
     'MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile', 'EMACallback', 'HalfPrecision',
-    'KeepMemory', 'OneDNNLinear', 'FirstBatches', 'Profiler', 'TimeToAccuracy', 'FlipTTA', 'Climb', 'ladder',
+    'KeepMemory', 'OneDNNLinear', 'FirstBatches', 'Profiler', 'TimeToAccuracy', 'FlipTTA', 'LadderTable', 'ladder',
     'bench_learner', 'muon', 'foreach_adam', 'foreach_adamw', 'foreach_sgd', 'fused_adam', 'fused_adamw',
     'fused_sgd', 'Kind', 'XResNet', 'Timm', 'Torchvision', 'Small', 'Transformer', 'LanguageModel', 'setting',
     'kinds', 'Ladder', 'Recipe', 'Rung', 'UserError', 'but', 'get_ladder', 'get_recipe', 'ladders', 'recipes',

@@ -11,7 +11,7 @@ import pytest
 
 from fastbench.compare import ab as module
 from fastbench import cli
-from fastbench.compare.ab import AB, RunFailed, ab, interpreter, launch_with, looks, last_level, sides
+from fastbench.compare.ab import AB, RunFailed, ab, ab_recipes, interpreter, last_level, launch_with, looks
 from fastbench.bench.launch import Interrupted
 from fastbench.errors import UserError
 from fastbench.recipe import get_recipe
@@ -165,9 +165,9 @@ def test_slips_are_found_before_anything_runs(tmp_path, monkeypatch, kwargs, sai
 
 
 def test_other_data_on_purpose():
-    assert 'data' in sides('digits-xresnet18', 'docstrings-distilbert', anyway=True)[2]
-    assert sides('digits-xresnet18', changes=dict(sample=.5))[2] == ['sample']  # what B is told to change is on purpose
-    a,b,meant = sides('digits-xresnet18', both=dict(epochs=1), changes=dict(bs=32))
+    assert 'data' in ab_recipes('digits-xresnet18', 'docstrings-distilbert', anyway=True)[2]
+    assert ab_recipes('digits-xresnet18', changes=dict(sample=.5))[2] == ['sample']  # what B is told to change is on purpose
+    a,b,meant = ab_recipes('digits-xresnet18', both=dict(epochs=1), changes=dict(bs=32))
     assert (a.epochs, b.epochs, a.bs, b.bs, meant) == (1, 1, 64, 32, ['bs'])
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastbench.train.schedule  # noqa: F401  (adds fit_linear)
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.tta import FlipTTA
-from fastbench.compare.ladder import Climb, ladder_recipes, rounds
+from fastbench.compare.ladder import LadderTable, ladder_recipes, rounds
 from fastbench.bench.learner import bench_learner
 from fastbench.train.muon import MuonSGD, muon, orthogonal
 from fastbench.measure.phases import Profile, step_columns, to_dict
@@ -343,7 +343,7 @@ def test_a_run_to_a_target():
     assert run.profile['facts']['efficiency']['flops_per_sample'] > 1e8
     again = from_json(run.to_json())
     assert again.recipe['knots'] == [list(o) for o in get_recipe('dawn-photos-airbench').knots] and again.goal == goal
-    assert Climb(get_ladder('dawn-photos'), [again]).rows[0]['seconds'] == goal['seconds']
+    assert LadderTable(get_ladder('dawn-photos'), [again]).rows[0]['seconds'] == goal['seconds']
 
 
 def test_a_target_that_is_never_reached_is_said():
@@ -361,7 +361,7 @@ def test_a_climb():
     ladder = get_ladder('dawn')
     runs = [made_up('dawn', 'baseline', s) for s in (100., 120., 110.)] + [made_up('dawn', 'resnet9', 10.), made_up('dawn', 'once', 50.), made_up('dawn', 'main'),
             made_up('dawn', 'cutout', status='failed', error='x')]
-    climb = Climb(ladder, runs)
+    climb = LadderTable(ladder, runs)
     rows = {r['rung']: r for r in climb.rows}
     assert list(rows) == ['baseline', 'once', 'main', 'cutout', 'resnet9'], "in the ladder's order"
     assert rows['baseline']['seconds'] == 110 and (rows['baseline']['low'], rows['baseline']['high']) == (100, 120) and rows['baseline']['n'] == 3
@@ -374,12 +374,12 @@ def test_a_climb():
     matplotlib.use('agg')
     ax = climb.plot()
     assert [o.get_text() for o in ax.get_yticklabels()] == ['baseline', 'once', 'resnet9']
-    with pytest.raises(UserError, match='nothing to draw'): Climb(ladder, [made_up('dawn', 'baseline')]).plot()
+    with pytest.raises(UserError, match='nothing to draw'): LadderTable(ladder, [made_up('dawn', 'baseline')]).plot()
 
 
 def test_speedups_have_intervals():
     ladder,slower = get_ladder('dawn'),[1, 1.5, 2, 2.5, 3]
-    def climb(n=5, **kwargs): return Climb(ladder, [made_up('dawn', 'baseline', 100*s, repeat=i) for i,s in enumerate(slower)] +
+    def climb(n=5, **kwargs): return LadderTable(ladder, [made_up('dawn', 'baseline', 100*s, repeat=i) for i,s in enumerate(slower)] +
                                            [made_up('dawn', 'resnet9', 20*s*(1+.01*(i%2)), repeat=i, **kwargs) for i,s in enumerate(slower[:n])])
     first,row = climb().rows
     assert 4.9 < row['total_low'] < row['total'] < row['total_high'] < 5.1 and (first['total'], first['total_low']) == (1, None), 'drift that both had is no spread'
@@ -394,7 +394,7 @@ def test_the_step_of_a_rung_is_compared_with_the_rung_before():
         p = Profile()
         for _ in range(3): p.steps['train'].add([dict(warmup=0., samples=8., step=step).get(c, 0.) for c in step_columns('train')])
         return made_up('dawn', rung, 10., repeat=repeat, profile=to_dict(p))
-    climb = Climb(get_ladder('dawn'), [run(o, s*(1+i)*(1+.01*i*(o == 'once')), i) for i in range(3) for o,s in (('baseline', 4.), ('once', 2.), ('resnet9', 1.))])
+    climb = LadderTable(get_ladder('dawn'), [run(o, s*(1+i)*(1+.01*i*(o == 'once')), i) for i in range(3) for o,s in (('baseline', 4.), ('once', 2.), ('resnet9', 1.))])
     rows = {r['rung']: r for r in climb.rows}
     assert 'gain_low' in rows['baseline'] and rows['baseline']['gain'] is None
     assert 1.9 < rows['once']['gain_low'] < rows['once']['gain'] < rows['once']['gain_high'] < 2.1 and rows['resnet9']['gain'] == pytest.approx(2, abs=.03)
@@ -408,17 +408,17 @@ def test_later_rounds_have_a_drawn_order():
 
 
 def test_without_the_first_rung_there_is_no_total():
-    rows = Climb(get_ladder('dawn'), [made_up('dawn', 'resnet9', 10.)]).rows
+    rows = LadderTable(get_ladder('dawn'), [made_up('dawn', 'resnet9', 10.)]).rows
     assert len(rows) == 1 and rows[0]['seconds'] == 10 and rows[0]['total'] is None
 
 
 def test_a_repeat_that_missed_the_target_leaves_the_rung_without_a_time():
-    rows = Climb(get_ladder('dawn'), [made_up('dawn', 'baseline', 10.), made_up('dawn', 'baseline')]).rows
+    rows = LadderTable(get_ladder('dawn'), [made_up('dawn', 'baseline', 10.), made_up('dawn', 'baseline')]).rows
     assert rows[0]['seconds'] is None and rows[0]['status'] == 'target not reached'
 
 
 def test_without_runs_a_ladder_is_its_published_figures():
-    climb = Climb(get_ladder('dawn'), [])
+    climb = LadderTable(get_ladder('dawn'), [])
     assert len(climb.rows) == len(get_ladder('dawn').rungs) and climb.notes == [] and '137.5x' in str(climb)
 
 

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from fastbench.compare.ladder import Climb
+from fastbench.compare.ladder import LadderTable
 from fastbench.compare.precision import Precisions
 from fastbench.errors import UserError
 from fastbench.recipe import get_recipe, published, register_suite
@@ -54,7 +54,7 @@ def test_what_failed_or_was_refused_is_a_row():
 
 
 def test_each_suite_has_its_own_table():
-    assert isinstance(suite_table('dawn', [made_up('dawn-baseline')]), Climb)
+    assert isinstance(suite_table('dawn', [made_up('dawn-baseline')]), LadderTable)
     t = suite_table('wikitext', [made_up('wikitext2-lstm', 'fp32'), made_up('imdb-roberta')])
     assert isinstance(t, Precisions) and len(t.runs) == 1 and ' px' not in str(t) and 'weights were random' not in str(t)
     assert isinstance(suite_table('fp16', [made_up('cifar100-resnet18')]), Precisions)

@@ -4,7 +4,7 @@ import warnings
 import pytest
 import torch
 
-from fastbench.compare.ladder import Climb, ladder_recipes
+from fastbench.compare.ladder import LadderTable, ladder_recipes
 from fastbench.bench.learner import bench_learner
 from fastbench.errors import UserError
 from fastbench.recipe import get_ladder, recipes, suites
@@ -65,7 +65,7 @@ def test_the_best_epoch_is_kept_of_epochs_cut_short():
 def test_a_test_set_is_looked_at_once():
     run = run_recipe('faster-docstrings-fused', **TINY)
     assert run.status == 'ok' and run.data['test'] and set(run.test) == {'loss', 'accuracy'} and run.precision['effective'] == 'bf16'
-    row = Climb(get_ladder('faster-docstrings'), [run]).rows[0]
+    row = LadderTable(get_ladder('faster-docstrings'), [run]).rows[0]
     assert row['status'] == 'ok' and row['seconds'] == pytest.approx(run.seconds)
     assert 'packed' in str(run.data) and len(run.epochs) == 1
 

@@ -38,14 +38,14 @@ def ladder(
     as_json:Json=False,
 ):
     "Train the rungs of a ladder to its target, and say what each gained."
-    from fastbench.compare.ladder import Climb, ladder_recipes
+    from fastbench.compare.ladder import LadderTable, ladder_recipes
     changes = given(dict(target=target, precision=precision and precision.value, data=data, sample=sample, size=size,
                          epochs=epochs))
     which,todo = ladder_recipes(name, rungs and [o.strip() for o in rungs.split(',')], **changes)
     check_folder(out)
     paths,code = run_all(todo, repeats, out, shuffle=True, device=device, offline=offline)
     kept = [load(o) for o in paths]
-    climb = Climb(which, kept)
+    climb = LadderTable(which, kept)
     if as_json: print(climb.to_json())
     elif kept: print(climb.to_markdown() if markdown else climb)
     if plot and any(r['total'] for r in climb.rows): draw(climb, plot)

@@ -13,7 +13,7 @@ from textwrap import wrap
 from ..measure.phases import middle
 from ..errors import UserError
 from ..runs.record import when
-from .sides import NotComparable, common, differences, load_side, means, run_values, said
+from .sides import NotComparable, common, differences, is_intended, load_side, run_values, said
 from ..runs.store import FOLDER
 from ..measure.table import Table, rate, seconds
 from .verdict import MIN_RUNS, compare_times, effect, family, percent, roughly, shown_above, signed, t_quantile
@@ -159,7 +159,7 @@ def _compared_about(self, a, b, least, some, tiny):
     sizes = [sorted({o.recipe.get('bs') or 0 for o in side}) for side in (a, b)]
     if sizes[0] != sizes[1]:
         yield f'a step is a batch, of {sizes[0]} samples in A and {sizes[1]} in B: samples/s and the rows of the fit say which is faster'
-    same = [o for o in self.on if not any(means([o], d['field']) for d in self.meant)]
+    same = [o for o in self.on if not any(is_intended([o], d['field']) for d in self.meant)]
     if same: yield f"meant to differ, and equal: {', '.join(same)}"
     def names(ks): return ', '.join(' '.join(k) for k in ks)
     if some: yield f'not compared, as not every Run has it: {names(some)}'

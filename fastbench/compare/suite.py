@@ -8,7 +8,7 @@ __all__ = ['suite_rows', 'changed', 'Suite', 'plot_suite', 'suite_table', 'suite
 # %% ../../nbs/compare/07_suite.ipynb #b6895197
 from textwrap import wrap
 
-from .ladder import Climb, rounds
+from .ladder import LadderTable, rounds
 from .precision import Precisions, medians, warned
 from ..errors import UserError, unknown
 from ..recipe import expand, get_ladder, get_recipe, ladders, published, suites
@@ -131,10 +131,10 @@ Suite.plot = plot_suite
 def suite_table(name:str, # Of the suite
                 runs:list, # `Run`s
                 refused=(), # (Recipe, reason) of those that made no Run
-    ): # A `Suite`, `Climb` or `Precisions`
+    ): # A `Suite`, `LadderTable` or `Precisions`
     "A suite's table as it was published, from Runs"
     own = [o for o in runs if o.recipe.get('name') in suites()[name]]
-    if name in ladders(): return Climb(get_ladder(name), own)
+    if name in ladders(): return LadderTable(get_ladder(name), own)
     if len({o.precision for o in expand([name])}) > 1:
         return Precisions(own, [(r, why) for r,why in refused if r.name in suites()[name]])
     return Suite(name, own, refused)
@@ -146,7 +146,7 @@ def suite(name:str, # `colab`, `fp16`, `wikitext`, `quick`; `fastbench list suit
           offline:bool=False, # Never open a connection
           tell=None, # Called with a dict now and then
           **changes, # New values of the recipes' fields, in all of them
-    ): # A `Suite`, `Climb` or `Precisions`
+    ): # A `Suite`, `LadderTable` or `Precisions`
     "Train what a suite holds, and set it beside what was published"
     from fastbench.bench.launch import launch
     if name not in suites(): raise UserError(unknown('suite', name, list(suites())))
