@@ -269,7 +269,8 @@ def test(args):
     "Notebooks, then pytest; both always run, the first failure is the exit code"
     n, threads = crew()
     env, codes = dict({'OMP_NUM_THREADS': str(threads)}, **dict(os.environ, MPLBACKEND='agg')), []
-    parts = [('notebooks', command('nbdev-test') + flags() + ['--n-workers', str(n)], os.path.join(HERE, 'nbs')),
+    notebooks = [PYTHON, os.path.join(HERE, 'tests', 'notebooks.py')]
+    parts = [('notebooks', notebooks + flags() + ['--n-workers', str(n)], os.path.join(HERE, 'nbs')),
              ('pytest', [PYTHON, '-m', 'pytest', '-n', str(n), '--dist', 'loadfile'] + args, HERE)]
     for name, cmd, cwd in parts:
         start = time.time()

@@ -43,7 +43,7 @@ HOLDS_FORWARD = {('overall', 'fit'), ('fit', 'train'), ('train', 'step'), ('trai
 def copies(folder, share):
     "Two copies of the package, the second slower"
     for name in ('plain', 'slow'): shutil.copytree(Path(fastbench.__file__).parent, folder/name/'fastbench', ignore=shutil.ignore_patterns('__pycache__'))
-    with open(folder/'slow'/'fastbench'/'learner.py', 'a') as f: f.write(SLOW.format(share=share))
+    with open(folder/'slow'/'fastbench'/'bench'/'learner.py', 'a') as f: f.write(SLOW.format(share=share))
     return folder/'plain', folder/'slow'
 
 
