@@ -81,6 +81,7 @@ def _flattened(model, ts, half):
 @patch
 @torch.no_grad()
 def close(self:_Half):
+    "The window closes: fp32 again, with what was learned in 16 bits"
     masters,self.masters = self.masters,None
     for t,m in zip(self.live, masters): t.data = m
     self._take_buffers(masters)

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/measure/10_edges.ipynb #a0665d12
 import sys
 
+import torch
 from fastai.callback.core import Callback
 
 from .clock import DeviceClock, DeviceQueue
