@@ -8,6 +8,7 @@ import argparse
 import sys
 import time
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from nbdev.config import get_config
@@ -18,12 +19,24 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(fn, flags):
-    "(notebook, did it pass, seconds)"
-    passed, took = test_nb(fn, skip_flags=get_config(ROOT/'nbs').tst_flags, force_flags=flags, basepath=ROOT)
-    return fn, passed, took
+    passed, _ = test_nb(fn, skip_flags=get_config(ROOT/'nbs').tst_flags, force_flags=flags, basepath=ROOT)
+    sys.exit(not passed)
 
 
-def job(args): return run(*args)
+def run_all(files, flags, n, way):
+    "The notebooks that failed; `n` processes at a time, none a daemon, since a notebook starts processes of its own"
+    waiting, alive, failed = list(files), {}, []
+    while waiting or alive:
+        while waiting and len(alive) < n:
+            fn = waiting.pop(0)
+            process = get_context(way).Process(target=run, args=(fn, flags))
+            process.start()
+            alive[process.sentinel] = fn, process
+        for o in wait(list(alive)):
+            fn, process = alive.pop(o)
+            process.join()
+            if process.exitcode: failed.append(fn.relative_to(ROOT))
+    return sorted(failed)
 
 
 def warm():
@@ -37,14 +50,12 @@ def main(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument('--flags', default='')
     parser.add_argument('--n-workers', type=int, default=1)
-    args, failed, start = parser.parse_args(argv), [], time.time()
+    args, start = parser.parse_args(argv), time.time()
     files = sorted(o.absolute() for o in nbglob(ROOT/'nbs', as_path=True))
     way = 'fork' if sys.platform.startswith('linux') else 'spawn'
     if way == 'fork': warm()
-    with get_context(way).Pool(args.n_workers, maxtasksperchild=1) as pool:
-        for fn, passed, took in pool.imap_unordered(job, [(o, args.flags.split()) for o in files], chunksize=1):
-            if not passed: failed.append(fn.relative_to(ROOT))
-    for o in sorted(failed): print(f'failed: {o}', file=sys.stderr)
+    failed = run_all(files, args.flags.split(), args.n_workers, way)
+    for o in failed: print(f'failed: {o}', file=sys.stderr)
     print(f'{len(files)-len(failed)} of {len(files)} notebooks passed in {time.time()-start:.0f} s')
     return bool(failed)
 
