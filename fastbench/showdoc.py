@@ -14,6 +14,7 @@ from functools import cached_property
 from importlib import import_module
 from textwrap import fill
 
+from fastcore.basics import patch
 from fastcore.docments import DocmentTbl, ann_parts, docments, empty
 
 # %% ../nbs/06_showdoc.ipynb #9960ec04
@@ -26,18 +27,22 @@ def type_name(anno # An annotation, or `inspect.Parameter.empty`
     text = re.sub(r'(?:\w+\.)+(?=\w)', '', text.replace("'", ''))
     return re.sub(r'Optional\[(.*)\]$', r'\1|None', text).replace(' | ', '|')
 
+# %% ../nbs/06_showdoc.ipynb #843efa84
 def default_name(value # Of a parameter
     )->str: # '' where there is none
     "A default as it would be typed"
     if value is empty: return ''
     if isinstance(value, Enum): value = value.value
-    text = getattr(value, '__name__', None) or (f'{type(value).__name__}()' if type(value).__module__ not in ('builtins', 'pathlib') and not isinstance(value, (str, tuple)) else repr(value))
+    kind = type(value)
+    ours = kind.__module__ not in ('builtins', 'pathlib') and not isinstance(value, (str, tuple))
+    text = getattr(value, '__name__', None) or (f'{kind.__name__}()' if ours else repr(value))
     return text if len(text) < 60 else '...'
 
 def made_anew(kind # A class
     )->dict: # Field -> value
     "Defaults of a dataclass that each instance gets one of its own of"
-    return {o.name: o.default_factory() for o in fields(kind) if o.default_factory is not MISSING} if is_dataclass(kind) else {}
+    if not is_dataclass(kind): return {}
+    return {o.name: o.default_factory() for o in fields(kind) if o.default_factory is not MISSING}
 
 # %% ../nbs/06_showdoc.ipynb #71a0021c
 def plain_function(o # Property, method or function
@@ -51,6 +56,37 @@ def documented(o # A class
     "Where the parameters of a class stand"
     return o if is_dataclass(o) else vars(o).get('__init__')
 
+# %% ../nbs/06_showdoc.ipynb #aa84eb7d
+_stars = {inspect.Parameter.VAR_KEYWORD: '**', inspect.Parameter.VAR_POSITIONAL: '*'}
+
+def _source_lines(func):
+    try: return inspect.getsource(func).splitlines()
+    except (OSError, TypeError): return []
+
+def _star_comments(func):
+    "Comments beside `*args` and `**kwargs`, which docments leaves out"
+    found = (re.match(r'[^#]*\*\*?(\w+)[^#]*,?\s*#\s*(.+)$', o) for o in _source_lines(func))
+    return {m[1]: m[2].strip() for m in found if m}
+
+def _return_comment(func):
+    "The comment at the end of a signature that names no type"
+    for o in _source_lines(func):
+        m = re.match(r'\s*(?:(?:async )?def [^#]*|[^#]*)\)\s*(?:->[^#]*)?:\s*(?:#\s*(.+))?$', o)
+        if m: return m[1] or ''
+        if re.match(r'\s*(?:async )?def .*\).*:\s*\S', o): return ''
+    return ''
+
+# %% ../nbs/06_showdoc.ipynb #813df3de
+def _docments_of(o): return docments(documented(o) or o if inspect.isclass(o) else o) if callable(o) else {}
+
+def _inherited(func):
+    "The methods that a method stands in for"
+    owner,_,name = getattr(func, '__qualname__', '').rpartition('.')
+    owner = getattr(sys.modules.get(getattr(func, '__module__', '')), owner, None) if owner else None
+    if not inspect.isclass(owner): return []
+    return [plain_function(vars(o)[name]) for o in owner.__mro__[1:] if name in vars(o)]
+
+# %% ../nbs/06_showdoc.ipynb #c54f6146
 class ParameterTable(DocmentTbl):
     "Parameters of a function or class: name, type, default, what"
     _map = dict(anno='Type', default='Default', docment='What')
@@ -58,97 +94,102 @@ class ParameterTable(DocmentTbl):
         ):
         self.sym = obj
         target = documented(obj) if inspect.isclass(obj) else plain_function(obj)
-        super().__init__(obj if target is obj or inspect.isclass(obj) else target) if target is not None else self._nothing(obj)
+        if target is None: self.obj,self.dm,self.params,self.verbose,self.returns = obj,{},[],True,False
+        else: super().__init__(obj if inspect.isclass(obj) else target)
         self._more(target)
-
-    def _nothing(self, obj): self.obj,self.dm,self.params,self.verbose,self.returns = obj,{},[],True,False
-
-    def _more(self, target):
-        about = {o.name: o.metadata.get('about') for o in fields(self.sym)} if is_dataclass(self.sym) else {}
-        for k,v in self.dm.items():
-            extra = [getattr(o, 'help', None) for o in ann_parts(v.anno)[1]]
-            if v.docment in (None, empty): v.docment = about.get(k) or next(filter(None, extra), empty)
-        kinds = {k: v.kind for k,v in self.dm.items() if k != 'return'}
-        comments = _star_comments(target) if {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL} & {*kinds.values()} else {}
-        for k in comments:
-            if k in kinds and self.dm[k].docment is empty: self.dm[k].docment = comments[k]
-        self.params = [k for k in kinds if k not in ('self', 'cls')]
-        self._tail(target, _return_comment(target), kinds)
-        for o in _inherited(target): self._fill(_docments_of(o))
-
-    def _tail(self, target, text, kinds):
-        "What the comment at the end of a signature says of parameters, and what is left of it, of the result"
-        parts = [(o, re.match(r'(\w+): (.+)', o), re.match(r'[Aa]s for `([\w.]+)`$', o)) for o in text.split('; ') if o]
-        told = [(o, m, like) for o,m,like in parts if (m and m[1] in kinds) or like]
-        for v in self.dm.values():
-            if told and v.docment == text: v.docment = empty  # docments takes it for that of the last parameter
-        self._fill({m[1]: m[2] for _,m,like in told if not like})
-        for _,_,like in told:
-            if like: self._fill(_docments_of(getattr(target, '__globals__', {}).get(like[1])))
-        rest = '; '.join(o for o,m,like in parts if (o,m,like) not in told)
-        if 'return' in self.dm:
-            self.dm['return'].docment = rest if rest and (told or self.dm['return'].docment in (None, empty)) else self.dm['return'].docment if not told else empty
 
     def _fill(self, docs):
         for k,v in docs.items():
             if k in self.dm and k != 'return' and self.dm[k].docment in (None, empty) and v: self.dm[k].docment = v
 
-    @property
-    def missing(self): # Names; `*args` and `**kwargs` that are handed on are free to say nothing
-        "Parameters that nobody described"
-        stars = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
-        return [k for k in self.params if self.dm[k].docment in (None, empty) and self.dm[k].kind not in stars]
+# %% ../nbs/06_showdoc.ipynb #115002c8
+@patch
+def _more(self:ParameterTable, target):
+    "What other places than the comment beside a parameter say of it"
+    about = {o.name: o.metadata.get('about') for o in fields(self.sym)} if is_dataclass(self.sym) else {}
+    for k,v in self.dm.items():
+        extra = [getattr(o, 'help', None) for o in ann_parts(v.anno)[1]]
+        if v.docment in (None, empty): v.docment = about.get(k) or next(filter(None, extra), empty)
+    kinds = {k: v.kind for k,v in self.dm.items() if k != 'return'}
+    comments = _star_comments(target) if {*_stars} & {*kinds.values()} else {}
+    for k in comments:
+        if k in kinds and self.dm[k].docment is empty: self.dm[k].docment = comments[k]
+    self.params = [k for k in kinds if k not in ('self', 'cls')]
+    self._tail(target, _return_comment(target), kinds)
+    for o in _inherited(target): self._fill(_docments_of(o))
 
-    @property
-    def rows(self): # (name, type, default, what); the last one named '' is what is returned
-        "The table as texts"
-        stars = {inspect.Parameter.VAR_KEYWORD: '**', inspect.Parameter.VAR_POSITIONAL: '*'}
-        def text(o): return '' if o in (None, empty) else ' '.join(o.split())
-        anew = made_anew(self.sym)
-        res = [(stars.get(self.dm[k].kind, '')+k, type_name(self.dm[k].anno), default_name(anew.get(k, self.dm[k].default)), text(self.dm[k].docment)) for k in self.params]
-        r = self.dm.get('return') if self.returns and not inspect.isclass(self.sym) else None
-        return res + ([('', type_name(r.anno), '', text(r.docment))] if r and (type_name(r.anno) or text(r.docment)) else [])
+# %% ../nbs/06_showdoc.ipynb #c08d7e0d
+def _parts(text, names):
+    "(name, what) of parameters, names behind `as for`, and the rest"
+    told,likes,rest = {},[],[]
+    for o in filter(None, text.split('; ')):
+        m,like = re.match(r'(\w+): (.+)', o),re.match(r'[Aa]s for `([\w.]+)`$', o)
+        if like: likes.append(like[1])
+        elif m and m[1] in names: told[m[1]] = m[2]
+        else: rest.append(o)
+    return told,likes,'; '.join(rest)
 
-    def _repr_markdown_(self):
-        rows = self.rows
-        if not any(o[3] or o[1] for o in rows): return ''
-        cols = [i for i in range(1, 4) if any(o[i] for o in rows)]
-        heads = ['', *self._map.values()]
-        lines = [['Name'] + [heads[i] for i in cols]] + [['---']*(len(cols)+1)]
-        lines += [[f'`{o[0]}`' if o[0] else '*returns*'] + [_cell(o[i], i < 3) for i in cols] for o in rows]
-        return '\n'.join('| ' + ' | '.join(o) + ' |' for o in lines)
+@patch
+def _tail(self:ParameterTable, target, text, kinds):
+    "What the comment at the end of a signature says of parameters, and what is left of it, of the result"
+    told,likes,rest = _parts(text, kinds)
+    any_told = bool(told or likes)
+    for v in self.dm.values():
+        if any_told and v.docment == text: v.docment = empty  # docments takes it for that of the last parameter
+    self._fill(told)
+    for o in likes: self._fill(_docments_of(getattr(target, '__globals__', {}).get(o)))
+    if 'return' not in self.dm: return
+    r = self.dm['return']
+    if rest and (any_told or r.docment in (None, empty)): r.docment = rest
+    elif any_told: r.docment = empty
 
-    __str__ = _repr_markdown_
+# %% ../nbs/06_showdoc.ipynb #26cd8358
+@patch(as_prop=True)
+def missing(self:ParameterTable): # Names; `*args` and `**kwargs` that are handed on are free to say nothing
+    "Parameters that nobody described"
+    return [k for k in self.params if self.dm[k].docment in (None, empty) and self.dm[k].kind not in _stars]
 
+@patch(as_prop=True)
+def rows(self:ParameterTable): # (name, type, default, what); the last one named '' is what is returned
+    "The table as texts"
+    def text(o): return '' if o in (None, empty) else ' '.join(o.split())
+    anew = made_anew(self.sym)
+    def one(k, v):
+        return _stars.get(v.kind, '')+k,type_name(v.anno),default_name(anew.get(k, v.default)),text(v.docment)
+    res = [one(k, self.dm[k]) for k in self.params]
+    r = self.dm.get('return') if self.returns and not inspect.isclass(self.sym) else None
+    told = r and (type_name(r.anno) or text(r.docment))
+    return res + ([('', type_name(r.anno), '', text(r.docment))] if told else [])
+
+# %% ../nbs/06_showdoc.ipynb #4b396823
 def _cell(text, code):
     if code and text: return '`' + text.replace('|', r'\|') + '`'
     return re.sub(r'(?<!\\)\|', r'\\|', text)
 
-def _star_comments(func):
-    "Comments beside `*args` and `**kwargs`, which docments leaves out"
-    try: lines = inspect.getsource(func).splitlines()
-    except (OSError, TypeError): return {}
-    return {m[1]: m[2].strip() for o in lines if (m := re.match(r'[^#]*\*\*?(\w+)[^#]*,?\s*#\s*(.+)$', o))}
+@patch
+def _repr_markdown_(self:ParameterTable):
+    rows = self.rows
+    if not any(o[3] or o[1] for o in rows): return ''
+    cols = [i for i in range(1, 4) if any(o[i] for o in rows)]
+    heads = ['', *self._map.values()]
+    lines = [['Name'] + [heads[i] for i in cols]] + [['---']*(len(cols)+1)]
+    lines += [[f'`{o[0]}`' if o[0] else '*returns*'] + [_cell(o[i], i < 3) for i in cols] for o in rows]
+    return '\n'.join('| ' + ' | '.join(o) + ' |' for o in lines)
 
-def _docments_of(o): return docments(documented(o) or o if inspect.isclass(o) else o) if callable(o) else {}
-
-def _inherited(func):
-    "The methods that a method stands in for"
-    owner,_,name = getattr(func, '__qualname__', '').rpartition('.')
-    owner = getattr(sys.modules.get(getattr(func, '__module__', '')), owner, None) if owner else None
-    return [plain_function(vars(o)[name]) for o in owner.__mro__[1:] if name in vars(o)] if inspect.isclass(owner) else []
-
-def _return_comment(func):
-    "The comment at the end of a signature that names no type"
-    try: lines = inspect.getsource(func).splitlines()
-    except (OSError, TypeError): return ''
-    for o in lines:
-        m = re.match(r'\s*(?:(?:async )?def [^#]*|[^#]*)\)\s*(?:->[^#]*)?:\s*(?:#\s*(.+))?$', o)
-        if m: return m[1] or ''
-        if re.match(r'\s*(?:async )?def .*\).*:\s*\S', o): return ''
-    return ''
+ParameterTable.__str__ = ParameterTable._repr_markdown_
 
 # %% ../nbs/06_showdoc.ipynb #544e1bba
+def _signature_parts(sig, anew):
+    "Each parameter as it is typed in a call"
+    res,bare = [],False
+    for i,(k,p) in enumerate(sig.parameters.items()):
+        if i == 0 and k in ('self', 'cls'): continue
+        if p.kind == p.KEYWORD_ONLY and not bare: res.append('*')
+        bare = bare or p.kind in (p.VAR_POSITIONAL, p.KEYWORD_ONLY)
+        default = '' if p.default is empty else f'={default_name(anew.get(k, p.default))}'
+        res.append(_stars.get(p.kind, '') + k + default)
+    return ', '.join(res)
+
 def signature(name:str, # As one calls it: 'compare', 'Run.as_dict'
               obj, # What it is
     )->str: # Python, lines up to 90 letters
@@ -157,18 +198,10 @@ def signature(name:str, # As one calls it: 'compare', 'Run.as_dict'
     try: sig = inspect.signature(plain_function(obj))
     except (TypeError, ValueError): return name
     if inspect.isclass(obj) and documented(obj) is None: return f'class {name}'
-    stars = {inspect.Parameter.VAR_KEYWORD: '**', inspect.Parameter.VAR_POSITIONAL: '*'}
-    parts,bare,anew = [],False,made_anew(obj)
-    for i,(k,p) in enumerate(sig.parameters.items()):
-        if i == 0 and k in ('self', 'cls'): continue
-        if p.kind == p.VAR_POSITIONAL: bare = True
-        elif p.kind == p.KEYWORD_ONLY and not bare:
-            parts.append('*')
-            bare = True
-        parts.append(stars.get(p.kind, '') + k + ('' if p.default is empty else f'={default_name(anew.get(k, p.default))}'))
-    head = f"{'class ' if inspect.isclass(obj) else ''}{name}("
-    one = head + ', '.join(parts) + ')'
-    return one if len(one) <= 90 else head + '\n' + fill(', '.join(parts), 90, initial_indent='    ', subsequent_indent='    ', break_long_words=False) + ')'
+    head,parts = f"{'class ' if inspect.isclass(obj) else ''}{name}(",_signature_parts(sig, made_anew(obj))
+    if len(head+parts) < 90: return f'{head}{parts})'
+    indent = dict(initial_indent='    ', subsequent_indent='    ')
+    return f'{head}\n{fill(parts, 90, **indent, break_long_words=False)})'
 
 # %% ../nbs/06_showdoc.ipynb #e0e7a576
 class Documented:
@@ -177,18 +210,22 @@ class Documented:
                  name:str|None=None, # How it is called, if not by its own name
                  title_level:int=3, # Of the heading
         ):
-            self.sym,self.name,self.title_level = sym,name or getattr(plain_function(sym), '__qualname__', str(sym)),title_level
+            self.sym,self.title_level = sym,title_level
+            self.name = name or getattr(plain_function(sym), '__qualname__', str(sym))
 
     @property
     def docs(self): # '' for a class that only inherits one
         "The docstring"
-        own = vars(self.sym).get('__doc__') if inspect.isclass(self.sym) else getattr(plain_function(self.sym), '__doc__', None)
-        return inspect.cleandoc(own or '') if not (own or '').startswith(f'{self.name.split(".")[-1]}(') else ''
+        of_class = inspect.isclass(self.sym)
+        own = vars(self.sym).get('__doc__') if of_class else getattr(plain_function(self.sym), '__doc__', None)
+        own = own or ''
+        return inspect.cleandoc(own) if not own.startswith(f'{self.name.split(".")[-1]}(') else ''
 
     @property
     def body(self): # Markdown
         "Without the heading"
-        what = _return_comment(plain_function(self.sym)) if isinstance(self.sym, (property, cached_property)) else None
+        is_value = isinstance(self.sym, (property, cached_property))
+        what = _return_comment(plain_function(self.sym)) if is_value else None
         table = str(ParameterTable(self.sym)) if what is None else what and f'*Property:* {what}'
         return '\n\n'.join(filter(None, [f'```python\n{signature(self.name, self.sym)}\n```', self.docs, table]))
 
@@ -197,25 +234,10 @@ class Documented:
     __str__ = __repr__ = _repr_markdown_
 
 # %% ../nbs/06_showdoc.ipynb #c2863551
-def public_names(source:str, # Of an exported cell
-                 known, # What the module's `__all__` holds
-    )->list: # 'compare', 'Run', 'Run.as_dict', ... in order
-    "Names in `known` and methods (also those added by `@patch`) that a cell makes"
-    res = []
-    for o in ast.parse(source).body:
-        if isinstance(o, ast.ClassDef) and o.name in known:
-            res += [o.name] + [f'{o.name}.{m.name}' for m in o.body if isinstance(m, (ast.FunctionDef, ast.AsyncFunctionDef)) and m.name[0] != '_' and ast.get_docstring(m)]
-        elif isinstance(o, ast.FunctionDef):
-            on = next((d for d in map(_decorated, o.decorator_list) if d[0] in ('patch', 'patch_to')), None)
-            owner = on and (on[1] if on[0] == 'patch_to' else getattr(o.args.args[0].annotation, 'id', None))
-            if owner and o.name[0] != '_': res.append(f'{owner}.{o.name}')
-            elif not on and o.name in known: res.append(o.name)
-        elif isinstance(o, (ast.Assign, ast.AnnAssign)):
-            res += [n for n in _targets(o) if n.split('.')[0] in known and '._' not in n and not n.startswith('_')]
-    return list(dict.fromkeys(res))
-
 def _decorated(d):
-    return (getattr(d.func, 'id', ''), getattr(d.args[0], 'id', None) if d.args else None) if isinstance(d, ast.Call) else (getattr(d, 'id', ''), None)
+    "The name of a decorator, and that of its first argument"
+    if not isinstance(d, ast.Call): return getattr(d, 'id', ''),None
+    return getattr(d.func, 'id', ''),getattr(d.args[0], 'id', None) if d.args else None
 
 def _targets(o):
     for t in o.targets if isinstance(o, ast.Assign) else [o.target]:
@@ -223,6 +245,30 @@ def _targets(o):
             if isinstance(e, ast.Name): yield e.id
             if isinstance(e, ast.Attribute) and isinstance(e.value, ast.Name): yield f'{e.value.id}.{e.attr}'
 
+# %% ../nbs/06_showdoc.ipynb #1f58f469
+def _of_class(o):
+    defs = [m for m in o.body if isinstance(m, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return [o.name] + [f'{o.name}.{m.name}' for m in defs if m.name[0] != '_' and ast.get_docstring(m)]
+
+def _of_function(o, known):
+    on = next((d for d in map(_decorated, o.decorator_list) if d[0] in ('patch', 'patch_to')), None)
+    owner = on and (on[1] if on[0] == 'patch_to' else getattr(o.args.args[0].annotation, 'id', None))
+    if owner and o.name[0] != '_': return [f'{owner}.{o.name}']
+    return [o.name] if not on and o.name in known else []
+
+def public_names(source:str, # Of an exported cell
+                 known, # What the module's `__all__` holds
+    )->list: # 'compare', 'Run', 'Run.as_dict', ... in order
+    "Names in `known` and methods (also those added by `@patch`) that a cell makes"
+    res = []
+    for o in ast.parse(source).body:
+        if isinstance(o, ast.ClassDef) and o.name in known: res += _of_class(o)
+        elif isinstance(o, ast.FunctionDef): res += _of_function(o, known)
+        elif isinstance(o, (ast.Assign, ast.AnnAssign)):
+            res += [n for n in _targets(o) if n.split('.')[0] in known and '._' not in n and not n.startswith('_')]
+    return list(dict.fromkeys(res))
+
+# %% ../nbs/06_showdoc.ipynb #6df3bb92
 def lookup(module, # A module, or its name
            name:str, # As `public_names` says it
     ): # The object; AttributeError if there is none

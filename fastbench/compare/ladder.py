@@ -9,6 +9,8 @@ __all__ = ['ladder_rows', 'LadderTable', 'plot_ladder', 'ladder_recipes', 'round
 import json
 from random import Random
 
+from fastcore.basics import patch
+
 from ..measure.phases import middle
 from .precision import warned
 from ..errors import UserError
@@ -21,17 +23,23 @@ def _figures(run):
     "What one Run says of its rung"
     f = run.figures
     took,accuracy,epochs = (f.goal.seconds, f.goal.best, f.goal.epochs) if f.goal else (f.seconds, f.accuracy, None)
-    return dict(seconds=took and took - (f.compile or 0), compile=f.compile, epochs=epochs, accuracy=accuracy, step=f.rate and 1/f.rate,
-                flops=f.flops, share=f.share, peak=f.peak, precision=run.precision.get('effective'))
+    return dict(seconds=took and took - (f.compile or 0), compile=f.compile, epochs=epochs, accuracy=accuracy,
+                step=f.rate and 1/f.rate, flops=f.flops, share=f.share, peak=f.peak,
+                precision=run.precision.get('effective'))
+
+# %% ../../nbs/compare/05_ladder.ipynb #98caa833
+_middles = ('seconds', 'compile', 'epochs', 'accuracy', 'step', 'flops', 'share', 'peak')
 
 def _row(rung, runs, figures):
     ok = [f for r,f in zip(runs, figures) if r.status == 'ok']
-    row = {k: middle([o[k] for o in ok]) for k in ('seconds', 'compile', 'epochs', 'accuracy', 'step', 'flops', 'share', 'peak')} if ok else {}
+    row = {k: middle([o[k] for o in ok]) for k in _middles} if ok else {}
     reached = [o['seconds'] for o in ok if o['seconds'] is not None]
-    status = 'not run' if not runs else 'ok' if len(reached) == len(runs) else 'target not reached' if ok else runs[-1].status
+    all_there = len(reached) == len(runs)
+    status = 'not run' if not runs else 'ok' if all_there else 'target not reached' if ok else runs[-1].status
     if status != 'ok': row['seconds'] = None
-    return dict(rung=rung.name, about=rung.about, status=status, n=len(runs), low=min(reached, default=None), high=max(reached, default=None),
-                precision=ok[0]['precision'] if ok else None, published=rung.seconds, published_accuracy=rung.accuracy) | row
+    return dict(rung=rung.name, about=rung.about, status=status, n=len(runs), low=min(reached, default=None),
+                high=max(reached, default=None), precision=ok[0]['precision'] if ok else None,
+                published=rung.seconds, published_accuracy=rung.accuracy) | row
 
 # %% ../../nbs/compare/05_ladder.ipynb #44066dcd
 def _values(runs, figures, key):
@@ -44,39 +52,49 @@ def _speedup(a, b, key):
     xs,ys = (sorted(_values(*o, key)) for o in (a, b))
     if not xs or not ys: return {}
     repeats = [i for i,_ in xs]
-    paired = repeats == [i for i,_ in ys] and len(set(repeats)) == len(a[0]) == len(b[0]) and _one_place([*a[0], *b[0]])
-    v = compare_times([o for _,o in xs], [o for _,o in ys], paired)
+    each = repeats == [i for i,_ in ys] and len(set(repeats)) == len(a[0]) == len(b[0])
+    v = compare_times([o for _,o in xs], [o for _,o in ys], each and _one_place([*a[0], *b[0]]))
     return dict(zip(('ratio', 'low', 'high'), v.speedup))
+
+# %% ../../nbs/compare/05_ladder.ipynb #2565f622
+def _gains(r, before, first, each):
+    "The fields of `total` and `gain` of row `r`"
+    start = next(iter(each.values()))
+    reached = first.get('seconds') and r.get('seconds')
+    total = {} if not reached else dict(ratio=1.) if r is first else _speedup(start, each[r['rung']], 'seconds')
+    gain = _speedup(each[before['rung']], each[r['rung']], 'step') if before else {}
+    res = {}
+    for name,o in dict(total=total, gain=gain).items():
+        res |= {name: o.get('ratio'), f'{name}_low': o.get('low'), f'{name}_high': o.get('high')}
+    both = first['published'] and r['published']
+    return res | dict(published_total=first['published']/r['published'] if both else None)
 
 def ladder_rows(ladder:Ladder, # Which
                 runs, # `Run`s of its rungs, in any order
-    )->list: # A dict for each rung that has Runs; total and gain are speed-ups, with _low and _high where there are repeats
+    )->list: # A dict for each rung that has Runs; total and gain: speed-ups, with _low and _high if there are repeats
     "What each rung took and gained"
     def of(rung):
         own = [r for r in runs if r.recipe.get('name') == f'{ladder.name}-{rung.name}']
         return own,list(map(_figures, own))
     each = {o.name: of(o) for o in ladder.rungs}
-    rows,names = [_row(o, *each[o.name]) for o in ladder.rungs],list(each)
+    rows = [_row(o, *each[o.name]) for o in ladder.rungs]
     first,rows = rows[0],[r for r in rows if r['n']] or rows
-    for before,r in zip([None, *rows], rows):
-        reached = first.get('seconds') and r.get('seconds')
-        total = {} if not reached else dict(ratio=1.) if r is first else _speedup(each[names[0]], each[r['rung']], 'seconds')
-        gain = _speedup(each[before['rung']], each[r['rung']], 'step') if before else {}
-        for name,o in dict(total=total, gain=gain).items():
-            r |= {name: o.get('ratio'), f'{name}_low': o.get('low'), f'{name}_high': o.get('high')}
-        r['published_total'] = first['published']/r['published'] if first['published'] and r['published'] else None
+    for before,r in zip([None, *rows], rows): r |= _gains(r, before, first, each)
     return rows
 
 # %% ../../nbs/compare/05_ladder.ipynb #87333117
-_columns = [('rung', 'rung', str), ('seconds', 'seconds', seconds), ('epochs', 'epochs', '{:g}'.format), ('accuracy', 'accuracy', '{:.2%}'.format),
-            ('total', 'total', str), ('gain', 'step', str), ('compile', 'compile', seconds),
-            ('flops', 'GFLOPs a sample', lambda x: f'{x/1e9:.2f}'), ('share', 'of peak', '{:.0%}'.format), ('published', 'published', '{:g} s'.format),
-            ('published_accuracy', 'its accuracy', '{:.1%}'.format), ('published_total', 'its total', '{:.1f}x'.format)]
+_columns = [('rung', 'rung', str), ('seconds', 'seconds', seconds), ('epochs', 'epochs', '{:g}'.format),
+            ('accuracy', 'accuracy', '{:.2%}'.format), ('total', 'total', str), ('gain', 'step', str),
+            ('compile', 'compile', seconds), ('flops', 'GFLOPs a sample', lambda x: f'{x/1e9:.2f}'),
+            ('share', 'of peak', '{:.0%}'.format), ('published', 'published', '{:g} s'.format),
+            ('published_accuracy', 'its accuracy', '{:.1%}'.format),
+            ('published_total', 'its total', '{:.1f}x'.format)]
 
 def _times(row, key):
     low,high = row[f'{key}_low'],row[f'{key}_high']
     return f'{row[key]:.2f}x' + (f' ({low:.2f} to {high:.2f})' if low else '')
 
+# %% ../../nbs/compare/05_ladder.ipynb #6733a17f
 class LadderTable(Table):
     "The rungs of a ladder with what each took and gained"
     columns,missing,left = _columns,dict(seconds='-'),1
@@ -84,22 +102,8 @@ class LadderTable(Table):
                  runs:list, # `Run`s of its rungs
         ):
         self.ladder,self.runs,self.rows = ladder,runs,ladder_rows(ladder, runs)
-        goal = next((r.goal['target'] for r in runs if r.goal), None)
-        about = runs[0] if runs else None
         self.title = f'{ladder.name}: {ladder.about}'
-        self.notes = [f"{about.data.get('name')} on {about.device.get('name')}, {about.precision.get('effective')}" + (f', to {goal:.0%} of the validation set' if goal else '')] if about else []
-        if any(r['n'] > 1 for r in self.rows):
-            self.notes.append('seconds are medians of the repeats; speed-ups means of their ratios, with 95% '
-                              'intervals, each by itself')
-        elif runs: self.notes.append('one run of each: differences of a few percent are chance')
-        self.notes += [f"{r['rung']}: {r['status']}" for r in self.rows if runs and r['status'] != 'ok']
-        left = [o.name for o in ladder.rungs if o.name not in [r['rung'] for r in self.rows]]
-        if left: self.notes.append(f'not run: {", ".join(left)}')
-        peak = next((r['peak'] for r in self.rows if r.get('peak')), None)
-        if peak:
-            self.notes.append(f'of peak: FLOPs of training a second, against {peak/1e9:,.0f} GFLOP/s that this '
-                              'machine reached on a matrix product')
-        self.notes += [o for o in warned(runs) if 'never reached' not in o]
+        self.notes = [*self._about(), *self._trouble()]
 
     def shown(self, row): return row | {k: row[k] and _times(row, k) for k in ('total', 'gain')}
 
@@ -107,7 +111,46 @@ class LadderTable(Table):
         "Name of the ladder, rows, notes, ids of the Runs"
         return json.dumps(dict(ladder=self.ladder.name) | json.loads(super().to_json()), indent=1)
 
+# %% ../../nbs/compare/05_ladder.ipynb #42352d59
+_REPEATED = ('seconds are medians of the repeats; speed-ups means of their ratios, with 95% intervals, '
+             'each by itself')
+_ONCE = 'one run of each: differences of a few percent are chance'
+
+@patch
+def _about(self:LadderTable):
+    "What was trained, and where"
+    if self.runs:
+        goal,o = next((r.goal['target'] for r in self.runs if r.goal), None),self.runs[0]
+        to = f', to {goal:.0%} of the validation set' if goal else ''
+        yield f"{o.data.get('name')} on {o.device.get('name')}, {o.precision.get('effective')}{to}"
+    if any(r['n'] > 1 for r in self.rows): yield _REPEATED
+    elif self.runs: yield _ONCE
+
+@patch
+def _trouble(self:LadderTable):
+    "What failed or is missing, and what `of peak` means"
+    yield from (f"{r['rung']}: {r['status']}" for r in self.rows if self.runs and r['status'] != 'ok')
+    left = [o.name for o in self.ladder.rungs if o.name not in [r['rung'] for r in self.rows]]
+    if left: yield f'not run: {", ".join(left)}'
+    peak = next((r['peak'] for r in self.rows if r.get('peak')), None)
+    if peak:
+        yield (f'of peak: FLOPs of training a second, against {peak/1e9:,.0f} GFLOP/s that this machine reached '
+               'on a matrix product')
+    yield from (o for o in warned(self.runs) if 'never reached' not in o)
+
 # %% ../../nbs/compare/05_ladder.ipynb #cea83a73
+def _rung_text(r):
+    share = f" · {r['share']:.0%} of peak" if r.get('share') else ''
+    return f"  {r['total']:.1f}x · {seconds(r['seconds'])} · {r['accuracy']:.1%}{share}"
+
+def _rung_bars(ax, rows):
+    ax.barh([r['rung'] for r in rows], [r['total'] for r in rows], color='tab:blue', height=.6)
+    for i,r in enumerate(rows):
+        if r['total_low']: ax.plot([r['total_low'], r['total_high']], [i, i], color='black', lw=1)
+        end = max(o for o in (r['total_high'], r['total'], r['published_total']) if o)
+        ax.text(end, i, _rung_text(r), va='center', fontsize=9)
+
+# %% ../../nbs/compare/05_ladder.ipynb #408d2703
 def plot_ladder(climb:LadderTable, # What to draw
                 ax=None, # matplotlib axes; made if None
     ): # The axes
@@ -116,13 +159,10 @@ def plot_ladder(climb:LadderTable, # What to draw
     rows = [r for r in climb.rows if r['total']]
     if not rows: raise UserError('there is nothing to draw: no rung has reached the target, or the first has not')
     if ax is None: _,ax = plt.subplots(figsize=(8, .42*len(rows)+1.2), layout='constrained')
-    ax.barh([r['rung'] for r in rows], [r['total'] for r in rows], color='tab:blue', height=.6)
-    for i,r in enumerate(rows):
-        if r['total_low']: ax.plot([r['total_low'], r['total_high']], [i, i], color='black', lw=1)
-        text = f"{r['total']:.1f}x · {seconds(r['seconds'])} · {r['accuracy']:.1%}" + (f" · {r['share']:.0%} of peak" if r.get('share') else '')
-        ax.text(max(o for o in (r['total_high'], r['total'], r['published_total']) if o), i, f'  {text}', va='center', fontsize=9)
+    _rung_bars(ax, rows)
     known = [(i, r['published_total']) for i,r in enumerate(rows) if r['published_total']]
-    ax.scatter([x for _,x in known], [i for i,_ in known], color='tab:orange', zorder=3, label='published, on its author\'s machine')
+    ax.scatter([x for _,x in known], [i for i,_ in known], color='tab:orange', zorder=3,
+               label='published, on its author\'s machine')
     ax.set(xlabel='times as fast to the target as the first rung', xscale='log')
     ax.set_title(climb.ladder.name, loc='left')
     top = max([r['total_high'] or r['total'] for r in rows] + [x for _,x in known])
@@ -136,7 +176,7 @@ LadderTable.plot = plot_ladder
 # %% ../../nbs/compare/05_ladder.ipynb #ccc20e55
 def ladder_recipes(name:str, # A ladder
                    rungs=None, # Names of those to be trained; None: all
-                   **changes, # New values of the recipes' fields, in all rungs; with `data` its own version of the ladder, where there is one
+                   **changes, # Fields of the recipes, in all rungs; `data` picks its own version of the ladder, if any
     )->tuple: # The `Ladder`, its recipes
     "What is to be trained"
     ladder = get_ladder(name)
@@ -147,13 +187,16 @@ def ladder_recipes(name:str, # A ladder
         if o not in names: raise UserError(f'ladder {name} has no rung {o!r}. It has {", ".join(names)}')
     return ladder,[r for o,r in zip(names, ladder.recipes(**changes)) if not rungs or o in rungs]
 
+# %% ../../nbs/compare/05_ladder.ipynb #cbf4894b
 def rounds(todo:list, # Recipes
            repeats:int, # Of each
            shuffle:bool=True, # All rounds but the first in a drawn order
     )->list: # (repeat, recipe)
     "What runs when"
-    return [(i, r) for i in range(repeats) for r in (Random(i).sample(todo, len(todo)) if i and shuffle else todo)]
+    def order(i): return Random(i).sample(todo, len(todo)) if i and shuffle else todo
+    return [(i, r) for i in range(repeats) for r in order(i)]
 
+# %% ../../nbs/compare/05_ladder.ipynb #58436430
 def ladder(name:str, # A ladder
            folder='fastbench-runs', # Where the Runs are kept
            rungs=None, # Names of those to be trained; None: all
@@ -167,4 +210,5 @@ def ladder(name:str, # A ladder
     from fastbench.bench.launch import launch
     from fastbench.runs.store import load
     which,todo = ladder_recipes(name, rungs, **changes)
-    return LadderTable(which, [load(launch(r, folder, tell, repeat=i, device=device, offline=offline)) for i,r in rounds(todo, repeats)])
+    def one(i, r): return load(launch(r, folder, tell, repeat=i, device=device, offline=offline))
+    return LadderTable(which, [one(i, r) for i,r in rounds(todo, repeats)])

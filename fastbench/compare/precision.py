@@ -6,30 +6,35 @@
 __all__ = ['medians', 'warned', 'precision_rows', 'Precisions', 'plot_precisions']
 
 # %% ../../nbs/compare/04_precision.ipynb #8dc49aa9
+from fastcore.basics import patch
+
 from ..measure.phases import middle
 from ..errors import UserError
 from ..recipe import as_dict, published, recipes
 from ..measure.table import Table, rate, seconds
 
 # %% ../../nbs/compare/04_precision.ipynb #296379a7
-_columns = dict(bs='bs', seconds='seconds', trained='samples', samples_per_second='rate', memory='memory', accuracy='accuracy',
-                perplexity='perplexity')  # of a row -> of `Figures`
+_columns = dict(bs='bs', seconds='seconds', trained='samples', samples_per_second='rate', memory='memory',
+                accuracy='accuracy', perplexity='perplexity')  # of a row -> of `Figures`
 
 def medians(figures:list # `Figures` of Runs that went well
-    )->dict: # bs, seconds, trained (samples), samples_per_second, memory (bytes), accuracy, perplexity; None: not measured
-    "What a table shows of repeats"
+    )->dict: # bs, seconds, trained (samples), samples_per_second, memory (bytes), accuracy, perplexity
+    "What a table shows of repeats, None where nothing was measured"
     return {k: middle(getattr(o, name) for o in figures) for k,name in _columns.items()}
 
-def _is_all_data(run): return run.largest.get('why', '').startswith('the data set')
+# %% ../../nbs/compare/04_precision.ipynb #f07bc4b7
+def _unique(xs): return list(dict.fromkeys(o for o in xs if o))
 
 def warned(runs:list, # `Run`s
     )->list: # Lines
     "What Runs warned of, one line a kind"
     said = {}
     for o in _unique(w for r in runs for w in r.warnings): said.setdefault(o[:10], []).append(o)
-    return [first + (f' ({len(more)} more of this kind stand with the Runs)' if more else '') for first,*more in said.values()]
+    def more(n): return f' ({n} more of this kind stand with the Runs)' if n else ''
+    return [first + more(len(others)) for first,*others in said.values()]
 
-def _unique(xs): return list(dict.fromkeys(o for o in xs if o))
+# %% ../../nbs/compare/04_precision.ipynb #e633bc5d
+def _is_all_data(run): return run.largest.get('why', '').startswith('the data set')
 
 def _asked(run, field): return run.asked.get(field, run.recipe.get(field))
 
@@ -42,42 +47,59 @@ def _row(name, arch, batch, asked, runs, why):
     ok = [o.figures for o in good]
     bad = next((o for o in runs if o.status != 'ok'), None)
     status = 'refused' if not runs else bad.status if bad else 'ok'
-    return dict(recipe=name, net=arch, batch='largest' if batch == 'largest' else 'equal',
-                precision=next((o.precision.get('effective') for o in runs if o.precision.get('effective')), asked), asked_bs=batch, asked=asked, status=status,
-                why=why or (bad.error if bad else None), n=len(ok), **medians(ok), memory_of=ok[0].memory_of if ok else None,
-                all_data=any(map(_is_all_data, good)))
+    precision = next((o.precision.get('effective') for o in runs if o.precision.get('effective')), asked)
+    return dict(recipe=name, net=arch, batch='largest' if batch == 'largest' else 'equal', precision=precision,
+                asked_bs=batch, asked=asked, status=status, why=why or (bad.error if bad else None), n=len(ok),
+                **medians(ok), memory_of=ok[0].memory_of if ok else None, all_data=any(map(_is_all_data, good)))
 
+# %% ../../nbs/compare/04_precision.ipynb #6388624f
 def _ratios(row, base):
     def ratio(a, b): return a/b if a and b else None
     def of(k): return ratio(row[k], base[k])
     same = not (row['trained'] and base['trained']) or abs(row['trained']/base['trained'] - 1) < .05
     lasts = row['batch'] == 'largest' and not row['all_data'] and not base['all_data']
-    return dict(faster=ratio(base['seconds'], row['seconds']) if same else None, same=same, memory_ratio=of('memory') if row['memory_of'] == base['memory_of'] else None,
+    return dict(faster=ratio(base['seconds'], row['seconds']) if same else None, same=same,
+                memory_ratio=of('memory') if row['memory_of'] == base['memory_of'] else None,
                 batch_ratio=of('bs') if lasts else None)
 
+# %% ../../nbs/compare/04_precision.ipynb #60735df6
 def _published(row):
     "What its authors measured: on the first of their machines, at the largest batch"
     known = published(row['recipe'])
     at = {o['precision']: o for o in known if o['machine'] == known[0]['machine']}
     got,base = at.get('fp32' if row['asked'] == 'fp32' else 'fp16', {}),at.get('fp32', {})
     res = {f'published_{k}': got.get(k) for k in ('machine', 'bs', 'seconds', 'accuracy')}
-    if row['asked'] != 'fp32' and got and base:
-        res |= dict(published_faster=base['seconds']/got['seconds'],
-                   published_batch_ratio=got['bs']/base['bs'] if got.get('bs') and base.get('bs') else None)
-    return res
+    if row['asked'] == 'fp32' or not got or not base: return res
+    batches = got['bs']/base['bs'] if got.get('bs') and base.get('bs') else None
+    return res | dict(published_faster=base['seconds']/got['seconds'], published_batch_ratio=batches)
 
+# %% ../../nbs/compare/04_precision.ipynb #b942202c
+def _sorted_keys(runs, refused):
+    "(recipe, batch, precision) -> net"
+    keys = {_key(o): o.recipe.get('arch', '') for o in runs}
+    keys |= {(r.name, r.bs, r.precision): as_dict(r).get('arch', '') for r,_ in refused}
+    names = list(dict.fromkeys(n for n,_,_ in keys))
+    def order(o):
+        name,batch,precision = o[0]
+        return names.index(name),batch == 'largest',str(batch),precision != 'fp32'
+    return dict(sorted(keys.items(), key=order))
+
+def _precision_rows(runs, refused):
+    "Rows before anything is compared"
+    keys,reasons = _sorted_keys(runs, refused),{(r.name, r.bs, r.precision): why for r,why in refused}
+    arches = list({n: a for (n,_,_),a in keys.items()}.values())
+    return [_row(n, a if arches.count(a) == 1 else n, b, p, [o for o in runs if _key(o) == (n, b, p)],
+                 reasons.get((n, b, p))) for (n,b,p),a in keys.items()]
+
+# %% ../../nbs/compare/04_precision.ipynb #b892f583
 def precision_rows(runs, # `Run`s, of any recipes
                    refused=(), # (Recipe, reason) of those that made no Run
     )->list: # Dicts: fp32 first, equal batch first
     "A row for each recipe, batch and precision"
-    keys = {_key(o): o.recipe.get('arch', '') for o in runs} | {(r.name, r.bs, r.precision): as_dict(r).get('arch', '') for r,_ in refused}
-    reasons = {(r.name, r.bs, r.precision): why for r,why in refused}
-    names = list(dict.fromkeys(n for n,_,_ in keys))
-    keys = dict(sorted(keys.items(), key=lambda o: (names.index(o[0][0]), o[0][1] == 'largest', str(o[0][1]), o[0][2] != 'fp32')))
-    arches = list({n: a for (n,_,_),a in keys.items()}.values())
-    res = [_row(n, a if arches.count(a) == 1 else n, b, p, [o for o in runs if _key(o) == (n, b, p)], reasons.get((n, b, p))) for (n,b,p),a in keys.items()]
+    res = _precision_rows(runs, refused)
+    def where(o, asked): return o['recipe'],o['asked_bs'],asked
     for r in res:
-        base = next((o for o in res if (o['recipe'], o['asked_bs'], o['asked']) == (r['recipe'], r['asked_bs'], 'fp32') and o is not r), None)
+        base = next((o for o in res if where(o, o['asked']) == where(r, 'fp32') and o is not r), None)
         if base: r |= _ratios(r, base)
         if r['batch'] == 'largest' or not any(o['batch'] == 'largest' for o in res if o['recipe'] == r['recipe']):
             r |= _published(r)
@@ -86,77 +108,91 @@ def precision_rows(runs, # `Run`s, of any recipes
 # %% ../../nbs/compare/04_precision.ipynb #625c47ef
 def _times(x): return f'{x:.2f}x'
 
-def _clock(x): return f'{x//3600:.0f}:{x//60%60:02.0f}:{x%60:02.0f}' if x >= 3600 else f'{x//60:.0f}:{x%60:02.0f}'
+def _clock(x):
+    if x >= 3600: return f'{x//3600:.0f}:{x//60%60:02.0f}:{x%60:02.0f}'
+    return f'{x//60:.0f}:{x%60:02.0f}'
 
+def _gigabytes(x): return f'{x/1e9:.2f} GB'
+
+def _fit_time(x): return seconds(x) if x < 100 else _clock(x)
+
+# %% ../../nbs/compare/04_precision.ipynb #66937c00
+_measured = [('net', 'net', str), ('batch', 'batch', str), ('precision', 'precision', str),
+             ('bs', 'samples', '{:g}'.format), ('seconds', 'fit', _fit_time), ('samples_per_second', 'samples/s', rate),
+             ('memory', 'memory', _gigabytes), ('accuracy', 'accuracy', '{:.2%}'.format),
+             ('perplexity', 'perplexity', '{:.1f}'.format)]
+_against = [('faster', 'faster', _times), ('memory_ratio', 'memory ratio', _times),
+            ('batch_ratio', 'batch ratio', _times)]
+_theirs = [('published_bs', 'published', str), ('published_seconds', 'its fit', _clock),
+           ('published_accuracy', 'its accuracy', '{:.2%}'.format), ('published_faster', 'its gain', _times),
+           ('published_batch_ratio', 'its batch', _times)]
+
+# %% ../../nbs/compare/04_precision.ipynb #0daeb67c
 class Precisions(Table):
     "fp32 against 16 bits, net by net"
-    columns = [('net', 'net', str), ('batch', 'batch', str), ('precision', 'precision', str), ('bs', 'samples', '{:g}'.format), ('seconds', 'fit', lambda x: seconds(x) if x < 100 else _clock(x)),
-               ('samples_per_second', 'samples/s', rate), ('memory', 'memory', lambda x: f'{x/1e9:.2f} GB'), ('accuracy', 'accuracy', '{:.2%}'.format),
-               ('perplexity', 'perplexity', '{:.1f}'.format), ('faster', 'faster', _times), ('memory_ratio', 'memory ratio', _times), ('batch_ratio', 'batch ratio', _times),
-               ('published_bs', 'published', str), ('published_seconds', 'its fit', _clock), ('published_accuracy', 'its accuracy', '{:.2%}'.format),
-               ('published_faster', 'its gain', _times), ('published_batch_ratio', 'its batch', _times)]
-    missing,left = dict(seconds='-'),3
+    columns,missing,left = [*_measured, *_against, *_theirs],dict(seconds='-'),3
     def __init__(self, runs, # `Run`s, of any recipes; those of suites `fp16` and `wikitext`
                  refused=(), # (Recipe, reason) of those that made no Run
         ):
         self.runs,self.rows = list(runs),precision_rows(runs, refused)
-        self.title,self.notes = 'fp32 against 16 bits',[*self._about(), *self._trouble()]
+        self.title,self.notes = 'fp32 against 16 bits',[*self._about(), *self._columns_said(), *self._trouble()]
 
-    def _about(self):
-        "What was compared, and how far it goes"
-        def each(f): return ' and '.join(_unique(f(o) for o in self.runs))
-        if self.runs:
-            share = each(lambda o: f"{o.recipe['sample']:.3g} of " if o.recipe.get('sample', 1) != 1 else '')
-            size = each(lambda o: str(o.recipe.get('size') or ''))
-            yield (f"{share}{each(lambda o: o.data.get('name'))}{f' at {size} px' if size else ''}, "
-                   f"epochs: {each(lambda o: str(o.recipe.get('epochs') or ''))}, on "
-                   f"{each(lambda o: o.device.get('name'))}")
-            yield 'figures are medians of the repeats' if any(r['n'] > 1 for r in self.rows) else 'one run of each: differences of a few percent are chance'
-        if any(r.get('faster') for r in self.rows):
-            yield 'faster and the two ratios: against fp32 at the same batch, or at the largest of each'
-        if any(r['memory_of'] == 'process' for r in self.rows):
-            yield 'memory: peak of the whole process, PyTorch included (CPU)'
-        machine = _unique(r.get('published_machine') for r in self.rows)
-        if machine:
-            yield f"published: samples a batch and its authors' other figures on a {', '.join(machine)}, each at its largest batch, on their data from pretrained weights"
+# %% ../../nbs/compare/04_precision.ipynb #96e349c1
+_REPEATED = 'figures are medians of the repeats'
+_ONCE = 'one run of each: differences of a few percent are chance'
 
-    def _trouble(self):
-        "What failed, and what a figure does not say"
-        known = recipes()
-        def what(r): return f"{r['net']}, {r['batch']} batch, {r['precision']}"
-        for r in self.rows:
-            if r['status'] != 'ok': yield f"{what(r)}: {r['status']}" + (f" ({r['why']})" if r['why'] else '')
-        short = _unique(r['net'] for r in self.rows if not r.get('same', True))
-        if short:
-            yield f"no ratio of times where the dropped last batch made one of the two train on fewer images: {', '.join(short)}"
-        full = [f"{r['net']} {r['precision']}" for r in self.rows if r['all_data']]
-        if full: yield f"the largest batch is all training images, memory has room for more: {', '.join(full)}"
-        if any(o.weights.startswith('random') and as_dict(known[o.recipe['name']]).get('pretrained') for o in self.runs if o.recipe.get('name') in known):
-            yield 'weights were random at the start: accuracies and times are not those of a frozen, pretrained body'
-        yield from warned(self.runs)
+@patch
+def _about(self:Precisions):
+    "What was compared"
+    if not self.runs: return
+    def each(f): return ' and '.join(_unique(f(o) for o in self.runs))
+    share = each(lambda o: f"{o.recipe['sample']:.3g} of " if o.recipe.get('sample', 1) != 1 else '')
+    size = each(lambda o: str(o.recipe.get('size') or ''))
+    yield (f"{share}{each(lambda o: o.data.get('name'))}{f' at {size} px' if size else ''}, "
+           f"epochs: {each(lambda o: str(o.recipe.get('epochs') or ''))}, on "
+           f"{each(lambda o: o.device.get('name'))}")
+    yield _REPEATED if any(r['n'] > 1 for r in self.rows) else _ONCE
+
+# %% ../../nbs/compare/04_precision.ipynb #da6db80d
+@patch
+def _columns_said(self:Precisions):
+    "What the columns mean"
+    if any(r.get('faster') for r in self.rows):
+        yield 'faster and the two ratios: against fp32 at the same batch, or at the largest of each'
+    if any(r['memory_of'] == 'process' for r in self.rows):
+        yield 'memory: peak of the whole process, PyTorch included (CPU)'
+    machine = _unique(r.get('published_machine') for r in self.rows)
+    if machine:
+        yield (f"published: samples a batch and its authors' other figures on a {', '.join(machine)}, "
+               'each at its largest batch, on their data from pretrained weights')
+
+# %% ../../nbs/compare/04_precision.ipynb #a9194a66
+def _is_random(run, known):
+    name = run.recipe.get('name')
+    return name in known and run.weights.startswith('random') and as_dict(known[name]).get('pretrained')
+
+_RANDOM = ('weights were random at the start: accuracies and times are not those of a frozen, '
+           'pretrained body')
+
+@patch
+def _trouble(self:Precisions):
+    "What failed, and what a figure does not say"
+    for r in self.rows:
+        why = f" ({r['why']})" if r['why'] else ''
+        if r['status'] != 'ok': yield f"{r['net']}, {r['batch']} batch, {r['precision']}: {r['status']}{why}"
+    short = _unique(r['net'] for r in self.rows if not r.get('same', True))
+    if short:
+        yield ('no ratio of times where the dropped last batch made one of the two train on fewer images: '
+               f"{', '.join(short)}")
+    full = [f"{r['net']} {r['precision']}" for r in self.rows if r['all_data']]
+    if full: yield f"the largest batch is all training images, memory has room for more: {', '.join(full)}"
+    known = recipes()
+    if any(_is_random(o, known) for o in self.runs): yield _RANDOM
+    yield from warned(self.runs)
 
 # %% ../../nbs/compare/04_precision.ipynb #6643bc35
-_colours = {('equal', False): '#b5d3ee', ('equal', True): '#fad2a8', ('largest', False): '#5b9bd5', ('largest', True): '#ee8f35'}
-
-def _bars(ax, nets, rows, key, scale=1., kinds=tuple(_colours), mark=None, form='{:.3g}', points=False):
-    "Bars (or points, on an axis that need not begin at 0) of `key`, net by net; diamonds where `mark` has a published value"
-    w,seen = .8/len(kinds),0
-    for i,(batch,half) in enumerate(kinds):
-        for r in rows:
-            if (r['batch'], r['asked'] != 'fp32') != (batch, half): continue
-            x,v,p = nets.index(r['net']) + (i - (len(kinds)-1)/2)*w,r.get(key),r.get(mark)
-            if v is not None: _bar(ax, x, v*scale, w, _colours[batch, half], form, points)
-            if p is not None:
-                ax.plot(x + (.3*w if points else 0), p*scale, 'D', mfc='none', mec='black', ms=5, zorder=3)
-            seen += v is not None or p is not None
-    if not seen:
-        ax.text(.5, .5, 'not measured', ha='center', transform=ax.transAxes, color='grey')
-        ax.set_yticks([])
-    ax.set_xticks(range(len(nets)), nets)
-    ax.set_xlim(-.5, len(nets)-.5)
-    ax.margins(y=.15 if points else .08)
-    if not points: ax.set_ylim(bottom=0)
-    ax.spines[['top', 'right']].set_visible(False)
+_colours = {('equal', False): '#b5d3ee', ('equal', True): '#fad2a8',
+            ('largest', False): '#5b9bd5', ('largest', True): '#ee8f35'}
 
 def _bar(ax, x, v, w, colour, form, points):
     text = dict(textcoords='offset points', ha='center', fontsize=7, rotation=90)
@@ -166,6 +202,57 @@ def _bar(ax, x, v, w, colour, form, points):
     ax.bar(x, v, min(w*.92, .4), color=colour)
     ax.annotate(form.format(v), (x, 0), xytext=(0, 4), va='bottom', **text)
 
+# %% ../../nbs/compare/04_precision.ipynb #00ed4783
+def _dress(ax, nets, seen, points):
+    if not seen:
+        ax.text(.5, .5, 'not measured', ha='center', transform=ax.transAxes, color='grey')
+        ax.set_yticks([])
+    ax.set_xticks(range(len(nets)), nets)
+    ax.set_xlim(-.5, len(nets)-.5)
+    ax.margins(y=.15 if points else .08)
+    if not points: ax.set_ylim(bottom=0)
+    ax.spines[['top', 'right']].set_visible(False)
+
+def _bars(ax, nets, rows, key, scale=1., kinds=tuple(_colours), mark=None, form='{:.3g}', points=False):
+    "Bars (or points) of `key`, net by net; diamonds where `mark` has a published value"
+    w,seen = .8/len(kinds),0
+    for i,(batch,half) in enumerate(kinds):
+        for r in rows:
+            if (r['batch'], r['asked'] != 'fp32') != (batch, half): continue
+            x,v,p = nets.index(r['net']) + (i - (len(kinds)-1)/2)*w,r.get(key),r.get(mark)
+            if v is not None: _bar(ax, x, v*scale, w, _colours[batch, half], form, points)
+            if p is not None:
+                ax.plot(x + (.3*w if points else 0), p*scale, 'D', mfc='none', mec='black', ms=5, zorder=3)
+            seen += v is not None or p is not None
+    _dress(ax, nets, seen, points)
+
+# %% ../../nbs/compare/04_precision.ipynb #d2e9d41a
+def _legend(fig, axs, rows):
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    half = ' / '.join(_unique(r['precision'] for r in rows if r['asked'] != 'fp32')) or '16 bits'
+    batches = dict(equal='equal batch', largest='its largest batch')
+    items = [Patch(color=c, label=f"{half if h else 'fp32'}, {batches[b]}") for (b,h),c in _colours.items()]
+    machine = _unique(r.get('published_machine') for r in rows)
+    if machine:
+        items.append(Line2D([], [], ls='', marker='D', mfc='none', mec='black', label=f"published, on a {machine[0]}"))
+    axs[1,2].axis('off')
+    axs[1,2].legend(handles=items, loc='center left', frameon=False)
+    return fig
+
+# %% ../../nbs/compare/04_precision.ipynb #f46b5a8d
+def _panels(rows):
+    "Title and what `_bars` is given, panel by panel"
+    longest = max(r['seconds'] or 0 for r in rows)
+    unit,scale = ('minutes', 1/60) if longest > 300 else ('seconds', 1.)
+    halves = (('equal', True), ('largest', True))
+    return {f'time of the fit, {unit}': dict(key='seconds', scale=scale),
+            'times as fast as fp32': dict(key='faster', kinds=halves, mark='published_faster', form='{:.2f}x'),
+            'accuracy, %': dict(key='accuracy', scale=100, mark='published_accuracy', form='{:.1f}', points=True),
+            'peak memory, GB': dict(key='memory', scale=1e-9),
+            'largest batch, times that of fp32': dict(key='batch_ratio', kinds=halves[1:],
+                                                      mark='published_batch_ratio', form='{:.2f}x')}
+
 def plot_precisions(table:Precisions, # What to draw
     ): # A matplotlib figure
     "Time, speed-up, accuracy, memory and batch ratio, with the published figures"
@@ -173,28 +260,10 @@ def plot_precisions(table:Precisions, # What to draw
     rows,nets = table.rows,_unique(r['net'] for r in table.rows)
     if not any(r['seconds'] for r in rows): raise UserError('there is nothing to draw: no training went through')
     fig,axs = plt.subplots(2, 3, figsize=(max(10, 2.6*len(nets)), 6.4), layout='constrained')
-    longest = max(r['seconds'] or 0 for r in rows)
-    unit,scale = ('minutes', 1/60) if longest > 300 else ('seconds', 1.)
-    halves = (('equal', True), ('largest', True))
-    for ax,title,kwargs in zip(axs.flat, (f'time of the fit, {unit}', 'times as fast as fp32', 'accuracy, %', 'peak memory, GB', 'largest batch, times that of fp32'),
-            (dict(key='seconds', scale=scale), dict(key='faster', kinds=halves, mark='published_faster', form='{:.2f}x'),
-             dict(key='accuracy', scale=100, mark='published_accuracy', form='{:.1f}', points=True), dict(key='memory', scale=1e-9),
-             dict(key='batch_ratio', kinds=halves[1:], mark='published_batch_ratio', form='{:.2f}x'))):
+    for ax,(title,kwargs) in zip(axs.flat, _panels(rows).items()):
         _bars(ax, nets, rows, **kwargs)
         ax.set_title(title, fontsize=10, loc='left')
     for ax in (axs[0,1], axs[1,1]): ax.axhline(1, color='grey', lw=.8, ls=':')
     return _legend(fig, axs, rows)
-
-def _legend(fig, axs, rows):
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-    half = ' / '.join(_unique(r['precision'] for r in rows if r['asked'] != 'fp32')) or '16 bits'
-    items = [Patch(color=c, label=f"{half if h else 'fp32'}, {'equal batch' if b == 'equal' else 'its largest batch'}") for (b,h),c in _colours.items()]
-    machine = _unique(r.get('published_machine') for r in rows)
-    if machine:
-        items.append(Line2D([], [], ls='', marker='D', mfc='none', mec='black', label=f"published, on a {machine[0]}"))
-    axs[1,2].axis('off')
-    axs[1,2].legend(handles=items, loc='center left', frameon=False)
-    return fig
 
 Precisions.plot = plot_precisions

@@ -10,13 +10,16 @@ import json
 from statistics import mean
 from textwrap import wrap
 
+from fastcore.basics import patch
+
 from ..measure.phases import middle
 from ..errors import UserError
 from ..runs.record import when
 from .sides import NotComparable, common, differences, is_intended, load_side, run_values, said
 from ..runs.store import FOLDER
 from ..measure.table import Table, rate, seconds
-from .verdict import MIN_RUNS, compare_times, effect, family, percent, roughly, shown_above, signed, t_quantile
+from .verdict import (MIN_RUNS, compare_times, effect, family, percent, roughly, shown_above, signed,
+                                       t_quantile)
 
 # %% ../../nbs/compare/03_runs.ipynb #1e09deba
 def _pairs(a, b):
@@ -26,6 +29,13 @@ def _pairs(a, b):
     both = sorted([(when(o.id), 0, o) for o in a] + [(when(o.id), 1, o) for o in b], key=lambda o: o[:2])
     duos = [sorted(both[i:i+2], key=lambda o: o[1]) for i in range(0, len(both), 2)]
     return [(x[2], y[2]) for x,y in duos] if all((x[1], y[1]) == (0, 1) for x,y in duos) else None
+
+# %% ../../nbs/compare/03_runs.ipynb #29cf9350
+def _ok(run): return run.status == 'ok' and bool(run.seconds)
+
+def _left_out(n, why, pairs):
+    if not n: return []
+    return [f"{n} Run{'s' if n > 1 else ''} left out ({why}" + ('; of a pair both)' if pairs else ')')]
 
 def _good(a, b, paired):
     "The Runs that went well, whether they are pairs, and what was left out"
@@ -41,10 +51,7 @@ def _good(a, b, paired):
         if not duos: raise UserError(f'of no pair both Runs went well ({why}): paired=False compares what is left')
         na,nb = map(list, zip(*duos))
     else: na,nb = [o for o in a if _ok(o)],[o for o in b if _ok(o)]
-    left = len(a)+len(b)-len(na)-len(nb)
-    return na,nb,bool(duos),[f"{left} Run{'s' if left > 1 else ''} left out ({why}" + ('; of a pair both)' if duos else ')')] if left else []
-
-def _ok(run): return run.status == 'ok' and bool(run.seconds)
+    return na,nb,bool(duos),_left_out(len(a)+len(b)-len(na)-len(nb), why, duos)
 
 # %% ../../nbs/compare/03_runs.ipynb #f350c6e6
 def accuracies(a:list, # `Run`s
@@ -57,40 +64,72 @@ def accuracies(a:list, # `Run`s
     res = dict(a=mean(xs), b=mean(ys), difference=mean(ys)-mean(xs), low=None, high=None, verdict='unknown')
     if min(len(xs), len(ys)) < MIN_RUNS: return res
     d,se,df = effect(xs, ys, paired)
-    t = t_quantile(.975, df)
-    return res | dict(low=d-t*se, high=d+t*se, verdict='worse' if d+t*se < -1e-9 else 'better' if d-t*se > 1e-9 else 'unknown')
+    low,high = d - t_quantile(.975, df)*se,d + t_quantile(.975, df)*se
+    return res | dict(low=low, high=high, verdict='worse' if high < -1e-9 else 'better' if low > 1e-9 else 'unknown')
 
 # %% ../../nbs/compare/03_runs.ipynb #ac77c56e
-_words = dict(memory=dict(faster='less', slower='more'))
-_units = dict(time=seconds, memory=lambda x: f'{x/2**20:,.0f} MiB', throughput=rate)
-
-def _compare_rows(a, b, at, paired, threshold, level):
-    "A dict a row, and the verdicts as of times: of overall alone, of the others as a family"
-    va,vb = map(lambda s: [run_values(o) for o in s], (a, b))
-    keys,some,tiny = common(va, vb, at)
+def _judged(va, vb, keys, *how):
+    "A verdict for each key: `overall` by itself, the others as a family"
     def one(k):
         x,y = ([o[k]['value'] for o in s] for s in (va, vb))
         if va[0][k]['kind'] == 'throughput': x,y = ([1/o for o in s] for s in (x, y))
-        return compare_times(x, y, paired, threshold, level)
-    vs = {k: one(k) for k in keys}
-    vs = {k: v for k,v in vs.items() if k == ('overall', 'fit')} | family({k: v for k,v in vs.items() if k != ('overall', 'fit')})
-    def row(k, v):
-        kind,d = va[0][k]['kind'],v.as_dict()
-        if kind == 'throughput':
-            def inv(k): return d[k] and 1/d[k]
-            d |= dict(ratio=inv('ratio'), low=inv('high'), high=inv('low'), robust=inv('robust'), robust_low=inv('robust_high'), robust_high=inv('robust_low'))
-        word = _words.get(kind, {}).get(d['verdict'], d['verdict'])
-        text = percent(v.ratio) if kind == 'time' else 'no difference' if signed(d['ratio'])[1:] == '0.0%' else signed(d['ratio'])
-        if kind == 'memory': d['why'] = d['why'].replace('faster by', 'less by').replace('slower by', 'more by')
-        return dict(phase=k[0], action=k[1], kind=kind, a=mean(o[k]['value'] for o in va), b=mean(o[k]['value'] for o in vb), share=mean(o[k]['share'] for o in vb), change=text) | d | dict(verdict=word)
-    return [row(k, v) for k,v in vs.items()],vs,some,tiny
+        return compare_times(x, y, *how)
+    vs,whole = {k: one(k) for k in keys},('overall', 'fit')
+    return {k: v for k,v in vs.items() if k == whole} | family({k: v for k,v in vs.items() if k != whole})
+
+# %% ../../nbs/compare/03_runs.ipynb #c6796170
+_words = dict(memory=dict(faster='less', slower='more'))
+_units = dict(time=seconds, memory=lambda x: f'{x/2**20:,.0f} MiB', throughput=rate)
+
+def _as_shown(v, kind):
+    "The fields of a verdict on times, as those of a throughput where it is one"
+    d = v.as_dict()
+    if kind != 'throughput': return d
+    def inv(k): return d[k] and 1/d[k]
+    return d | dict(ratio=inv('ratio'), low=inv('high'), high=inv('low'), robust=inv('robust'),
+                    robust_low=inv('robust_high'), robust_high=inv('robust_low'))
+
+def _change(ratio): return 'no difference' if signed(ratio)[1:] == '0.0%' else signed(ratio)
+
+def _compare_row(k, v, va, vb):
+    kind = va[0][k]['kind']
+    d = _as_shown(v, kind)
+    if kind == 'memory': d['why'] = d['why'].replace('faster by', 'less by').replace('slower by', 'more by')
+    text = percent(v.ratio) if kind == 'time' else _change(d['ratio'])
+    def of(values, what): return mean(o[k][what] for o in values)
+    head = dict(phase=k[0], action=k[1], kind=kind, a=of(va, 'value'), b=of(vb, 'value'), share=of(vb, 'share'))
+    return head | dict(change=text) | d | dict(verdict=_words.get(kind, {}).get(d['verdict'], d['verdict']))
+
+def _compare_rows(a, b, at, paired, threshold, level):
+    "A dict a row, the verdicts as of times, and what is not compared"
+    va,vb = map(lambda s: [run_values(o) for o in s], (a, b))
+    keys,some,tiny = common(va, vb, at)
+    vs = _judged(va, vb, keys, paired, threshold, level)
+    return [_compare_row(k, v, va, vb) for k,v in vs.items()],vs,some,tiny
 
 # %% ../../nbs/compare/03_runs.ipynb #4fb12cf5
+def _name(runs):
+    r = runs[0]
+    parts = r.recipe.get('name', ''),str(r.precision.get('effective') or ''),str(r.device.get('name') or '')
+    return ' · '.join(o for o in parts if o)
+
+def _check_sides(a, b):
+    both = {o.id for o in a} & {o.id for o in b}
+    if both: raise UserError(f'the Run {sorted(both)[0]} stands on both sides: a Run is not compared with itself')
+    if not a or not b: raise UserError('a side is empty: there is nothing to compare')
+
+def _refuse(found):
+    raise NotComparable(f"not comparable: {'; '.join(map(said, found))}. `--on FIELD` names what is meant to differ, "
+                        '`--anyway` compares all the same', found)
+
+# %% ../../nbs/compare/03_runs.ipynb #c5978dd4
+_compared_columns = [('phase', 'phase', str), ('action', 'action', str), ('a', 'A', str), ('b', 'B', str),
+                     ('change', 'B is', str), ('interval', '95% interval', str), ('verdict', 'verdict', str),
+                     ('detectable', 'could see', roughly), ('outliers', 'outliers', lambda x: str(x) if x else '')]
+
 class Compared(Table):
     "What `compare` found: rows, notes, differences, accuracy"
-    columns = [('phase', 'phase', str), ('action', 'action', str), ('a', 'A', str), ('b', 'B', str), ('change', 'B is', str), ('interval', '95% interval', str), ('verdict', 'verdict', str),
-               ('detectable', 'could see', roughly), ('outliers', 'outliers', lambda x: str(x) if x else '')]
-    left = 2
+    columns,left = _compared_columns,2
     def __init__(self, a, # `Run`s
                  b, # `Run`s that are judged
                  anyway=False, # As for `compare`, and so are all below
@@ -103,85 +142,110 @@ class Compared(Table):
         self.a,self.b,self.threshold,self.on,self.level = a,b,threshold,list(on),level
         self.columns = [(k, h.replace('95', f'{100*(1-level):.4g}'), f) for k,h,f in self.columns]
         self.runs = [*a, *b]
-        both = {o.id for o in a} & {o.id for o in b}
-        if both: raise UserError(f'the Run {sorted(both)[0]} stands on both sides: a Run is not compared with itself')
-        if not a or not b: raise UserError('a side is empty: there is nothing to compare')
+        _check_sides(a, b)
         self.differences,self.environment,self.meant = differences(a, b, on)
-        if self.differences and not anyway:
-            raise NotComparable(f"not comparable: {'; '.join(map(said, self.differences))}. `--on FIELD` names what "
-                                "is meant to differ, "
-                                '`--anyway` compares all the same', self.differences)
+        if self.differences and not anyway: _refuse(self.differences)
         na,nb,self.paired,left = _good(a, b, paired)
         self.rows,self.verdicts,some,tiny = _compare_rows(na, nb, least, self.paired, threshold, level)
         self.accuracy = accuracies(na, nb, self.paired)
-        first = next(iter(self.rows), None)
-        self.title = f'{_name(nb)} (B) against {_name(na)} (A)' + (f": {first['phase']} {first['change']}" if first else '')
-        self.notes = [*self._about(na, nb, least, some, tiny), *left, *self._quality(), *self._where(), *self._trouble()]
+        first = next((f": {r['phase']} {r['change']}" for r in self.rows), '')
+        self.title = f'{_name(nb)} (B) against {_name(na)} (A){first}'
+        self.notes = [*self._about(na, nb), *self._not_compared(least, some, tiny), *left, *self._quality(),
+                      *self._where(), *self._trouble()]
 
-    @property
-    def faster_but_worse(self): # 'a', 'b' or None
-        "The side that is faster and less accurate, both shown"
-        v,acc = self.verdicts.get(('overall', 'fit')),self.accuracy
-        if not v or not acc: return None
-        return 'b' if (v.verdict, acc['verdict']) == ('faster', 'worse') else 'a' if (v.verdict, acc['verdict']) == ('slower', 'better') else None
+# %% ../../nbs/compare/03_runs.ipynb #977cb5c5
+@patch(as_prop=True)
+def faster_but_worse(self:Compared): # 'a', 'b' or None
+    "The side that is faster and less accurate, both shown"
+    v,acc = self.verdicts.get(('overall', 'fit')),self.accuracy
+    if not v or not acc: return None
+    return {('faster', 'worse'): 'b', ('slower', 'better'): 'a'}.get((v.verdict, acc['verdict']))
 
-    def slower_than(self, limit, # A share: .05 is 5%
-                    least=.01, # Phases below this share of B's fit stay out
-        )->list: # (phase, action)
-        "The times that are shown to be slower by more than `limit`, as a family of those that weigh at least `least`"
-        times = {(r['phase'], r['action']) for r in self.rows if r['kind'] == 'time' and r['share'] >= least}
-        return shown_above({k: v for k,v in self.verdicts.items() if k in times}, limit)
+@patch
+def slower_than(self:Compared, limit, # A share: .05 is 5%
+                least=.01, # Phases below this share of B's fit stay out
+    )->list: # (phase, action)
+    "The times that are shown to be slower by more than `limit`, as a family of those that weigh at least `least`"
+    times = {(r['phase'], r['action']) for r in self.rows if r['kind'] == 'time' and r['share'] >= least}
+    return shown_above({k: v for k,v in self.verdicts.items() if k in times}, limit)
 
-    def to_json(self)->str:
-        "Title, rows (with the fields of `compare_times`), accuracy, differences, notes, ids of the Runs"
-        more = {k: getattr(self, k) for k in ('paired', 'threshold', 'level', 'on', 'accuracy', 'faster_but_worse', 'differences', 'environment', 'meant')}
-        return json.dumps(json.loads(super().to_json()) | more, indent=1)
+# %% ../../nbs/compare/03_runs.ipynb #0b455430
+_in_json = 'paired threshold level on accuracy faster_but_worse differences environment meant'.split()
 
-def _name(runs):
-    r = runs[0]
-    return ' · '.join(o for o in (r.recipe.get('name', ''), str(r.precision.get('effective') or ''), str(r.device.get('name') or '')) if o)
-
-# %% ../../nbs/compare/03_runs.ipynb #b4aeb8ed
 def _interval_of(r): return '' if r['low'] is None else f"{signed(r['low'])} to {signed(r['high'])}"
 
-def _compared_shown(self, r):
-    return {**r, 'a': _units[r['kind']](r['a']), 'b': _units[r['kind']](r['b']), 'interval': _interval_of(r)}
+@patch
+def to_json(self:Compared)->str:
+    "Title, rows (with the fields of `compare_times`), accuracy, differences, notes, ids of the Runs"
+    plain = json.loads(super(Compared, self).to_json())
+    return json.dumps(plain | {k: getattr(self, k) for k in _in_json}, indent=1)
 
-def _compared_about(self, a, b, least, some, tiny):
-    "What stands in the table, and how it was made"
+@patch
+def shown(self:Compared, r): # r: of `rows`
+    "A row in the units of its kind"
+    unit = _units[r['kind']]
+    return {**r, 'a': unit(r['a']), 'b': unit(r['b']), 'interval': _interval_of(r)}
+
+# %% ../../nbs/compare/03_runs.ipynb #b4aeb8ed
+@patch
+def _how(self:Compared, a, b):
+    "How the runs were taken, and what a verdict means"
     n = min(len(a), len(b))
-    yield (f'{n} pair' + 's'*(n > 1) + ', run in turns' if self.paired else f"{len(a)} and {len(b)} run{'s'*(len(b) > 1)}, not in pairs (Welch)") + ': figures are means of the runs, ' \
-          'changes percent of the time (memory, samples/s) of A'
+    apart = f"{len(a)} and {len(b)} run{'s'*(len(b) > 1)}, not in pairs (Welch)"
+    yield ((f'{n} pair{"s"*(n > 1)}, run in turns' if self.paired else apart) + ': figures are means of the runs, '
+           'changes percent of the time (memory, samples/s) of A')
     if n < MIN_RUNS: yield f'no verdicts: they need {MIN_RUNS} runs a side'
     else:
-        yield f'verdicts: differences beyond {100*self.threshold:g}%; overall by itself, all others as a family (Holm). could see: the slowdown that had 80% chance to be found by itself'
+        yield (f'verdicts: differences beyond {100*self.threshold:g}%; overall by itself, all others as a family '
+               '(Holm). could see: the slowdown that had 80% chance to be found by itself')
+
+# %% ../../nbs/compare/03_runs.ipynb #9d4bf043
+@patch
+def _about(self:Compared, a, b):
+    "What stands in the table, and how it was made"
+    yield from self._how(a, b)
     if self.meant: yield 'compared on purpose: ' + '; '.join(map(said, self.meant))
     sizes = [sorted({o.recipe.get('bs') or 0 for o in side}) for side in (a, b)]
     if sizes[0] != sizes[1]:
-        yield f'a step is a batch, of {sizes[0]} samples in A and {sizes[1]} in B: samples/s and the rows of the fit say which is faster'
+        yield (f'a step is a batch, of {sizes[0]} samples in A and {sizes[1]} in B: samples/s and the rows of the fit '
+               'say which is faster')
     same = [o for o in self.on if not any(is_intended([o], d['field']) for d in self.meant)]
     if same: yield f"meant to differ, and equal: {', '.join(same)}"
+
+@patch
+def _not_compared(self:Compared, least, some, tiny):
+    "Phases that have no row"
     def names(ks): return ', '.join(' '.join(k) for k in ks)
     if some: yield f'not compared, as not every Run has it: {names(some)}'
     if tiny: yield f'not compared, below {100*least:g}% of the fit: {names(tiny)}'
 
-def _compared_quality(self):
+# %% ../../nbs/compare/03_runs.ipynb #c34d2897
+@patch
+def _quality(self:Compared):
     "Accuracy, and whether speed was bought with it"
     acc,worse = self.accuracy,self.faster_but_worse
     if not acc: return
-    inside = '' if acc['low'] is None else f" ({100*acc['low']:+.2f} to {100*acc['high']:+.2f})"
-    yield f"accuracy: A {acc['a']:.2%}, B {acc['b']:.2%}: {100*acc['difference']:+.2f} points{inside}" + (f'; too few runs to judge' if acc['low'] is None else '')
+    few = acc['low'] is None
+    inside = '' if few else f" ({100*acc['low']:+.2f} to {100*acc['high']:+.2f})"
+    yield (f"accuracy: A {acc['a']:.2%}, B {acc['b']:.2%}: {100*acc['difference']:+.2f} points{inside}"
+           + '; too few runs to judge'*few)
     if worse:
-        yield f'FASTER BUT LESS ACCURATE: {worse.upper()} is faster, and its accuracy fell outside the interval of no difference'
+        yield (f'FASTER BUT LESS ACCURATE: {worse.upper()} is faster, and its accuracy fell outside the interval of '
+               'no difference')
 
-def _compared_where(self):
+# %% ../../nbs/compare/03_runs.ipynb #5bb232a7
+def _seeds(side): return sorted({(o.seed if o.seed is not None else o.recipe.get('seed')) for o in side} - {None})
+
+@patch
+def _where(self:Compared):
     "Differences that were overridden, and those of the environment"
     if self.differences: yield f"NOT COMPARABLE, compared anyway: {'; '.join(map(said, self.differences))}"
     if self.environment: yield f"environment, A / B: {'; '.join(map(said, self.environment))}"
-    seeds = [sorted({(o.seed if o.seed is not None else o.recipe.get('seed')) for o in s} - {None}) for s in (self.a, self.b)]
-    if seeds[0] != seeds[1]: yield f'seeds differ: {seeds[0]} / {seeds[1]}'
+    a,b = _seeds(self.a),_seeds(self.b)
+    if a != b: yield f'seeds differ: {a} / {b}'
 
-def _compared_trouble(self):
+@patch
+def _trouble(self:Compared):
     "What the Runs warned of"
     said = {}
     for name,s in (('A', self.a), ('B', self.b)):
@@ -189,8 +253,6 @@ def _compared_trouble(self):
             for o in r.warnings: said.setdefault((name, str(o).split(':')[0]), []).append(o)
     for (name,_),os in said.items():
         yield f'warning ({len(os)} of {len(getattr(self, name.lower()))} Runs of {name}): {os[0]}'
-
-Compared.shown,Compared._about,Compared._quality,Compared._where,Compared._trouble = _compared_shown,_compared_about,_compared_quality,_compared_where,_compared_trouble
 
 # %% ../../nbs/compare/03_runs.ipynb #e6714cf5
 def compare(a, # `Run`s, a folder, a file, an id, the beginning of ids; or a list of these
@@ -209,19 +271,14 @@ def compare(a, # `Run`s, a folder, a file, an id, the beginning of ids; or a lis
     return res
 
 # %% ../../nbs/compare/03_runs.ipynb #9512329b
-def plot_compared(c:Compared, # What to draw
-                  ax=None, # matplotlib axes; made if None
-    ): # The axes
-    "Percent of time, phase by phase, with intervals; grey where there is no verdict; an arrow where one goes on beyond the picture"
-    import matplotlib.pyplot as plt
-    times = [r for r in c.rows if r['kind'] == 'time']
-    if not times: raise UserError('there is nothing to draw: no time was measured on both sides')
-    if ax is None: _,ax = plt.subplots(figsize=(7, .32*len(times)+1.2), layout='constrained')
-    colours = dict(faster='tab:green', slower='tab:red')
-    each = [[None if r[k] is None else 100*(r[k]-1) for k in ('ratio', 'low', 'high')] for r in times]
+def _edge(each):
+    "Percent at which the axis ends: one that goes far beyond the others does not make them small"
     reach = [max(abs(o) for o in row if o is not None) for row in each]
-    edge = max(10., 1.5*reach[0], 4*middle(reach))  # one that goes far beyond the others does not make them small
-    for i,(r,(x,lo,hi)) in enumerate(zip(times, each)):
+    return max(10., 1.5*reach[0], 4*middle(reach))
+
+def _plot_changes(ax, rows, each, edge):
+    colours = dict(faster='tab:green', slower='tab:red')
+    for i,(r,(x,lo,hi)) in enumerate(zip(rows, each)):
         ax.barh(i, x, color=colours.get(r['verdict'], 'silver'), height=.6)
         if lo is not None: ax.plot([lo, hi], [i, i], color='black', lw=1)
         for o in (x, lo, hi):
@@ -229,6 +286,18 @@ def plot_compared(c:Compared, # What to draw
                 ax.plot(edge if o > 0 else -edge, i, '>' if o > 0 else '<', color='black', ms=5, clip_on=False)
     ends = [max(-edge, min(edge, o)) for row in each for o in (*row, 0.) if o is not None]
     ax.set_xlim(min(ends) - .04*edge, max(ends) + .04*edge)
+
+# %% ../../nbs/compare/03_runs.ipynb #e3260530
+def plot_compared(c:Compared, # What to draw
+                  ax=None, # matplotlib axes; made if None
+    ): # The axes
+    "Percent of time, phase by phase, with intervals; grey: no verdict; an arrow: it goes on beyond the picture"
+    import matplotlib.pyplot as plt
+    times = [r for r in c.rows if r['kind'] == 'time']
+    if not times: raise UserError('there is nothing to draw: no time was measured on both sides')
+    if ax is None: _,ax = plt.subplots(figsize=(7, .32*len(times)+1.2), layout='constrained')
+    each = [[None if r[k] is None else 100*(r[k]-1) for k in ('ratio', 'low', 'high')] for r in times]
+    _plot_changes(ax, times, each, _edge(each))
     ax.set_yticks(range(len(times)), [f"{r['phase']} {r['action']}" for r in times], parse_math=False)
     ax.axvline(0, color='black', lw=.8)
     ax.invert_yaxis()

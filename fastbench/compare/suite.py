@@ -8,6 +8,8 @@ __all__ = ['suite_rows', 'changed', 'Suite', 'plot_suite', 'suite_table', 'suite
 # %% ../../nbs/compare/07_suite.ipynb #b6895197
 from textwrap import wrap
 
+from fastcore.basics import patch
+
 from .ladder import LadderTable, rounds
 from .precision import Precisions, medians, warned
 from ..errors import UserError, unknown
@@ -23,12 +25,15 @@ def _row(name, half, runs, refused):
     ok = [o.figures for o in runs if o.status == 'ok']
     bad = next((o for o in runs if o.status != 'ok'), None)
     told = [o for o in published(name) if o['precision'] == half]
-    row = dict(recipe=name, precision=next((o.precision.get('effective') for o in runs if o.precision.get('effective')), half),
-               status=bad.status if bad else 'ok' if runs else 'refused' if refused else 'not run', why=bad.error if bad else None if runs else refused, n=len(ok))
-    row |= {k: v for k,v in medians(ok).items() if k != 'trained'}
+    status = bad.status if bad else 'ok' if runs else 'refused' if refused else 'not run'
+    precision = next((o.precision.get('effective') for o in runs if o.precision.get('effective')), half)
+    row = dict(recipe=name, precision=precision, status=status, why=bad.error if bad else None if runs else refused,
+               n=len(ok), **{k: v for k,v in medians(ok).items() if k != 'trained'})
     if bad: row['seconds'] = None
-    return row | dict(published={o['machine']: o['seconds'] for o in told}, published_accuracy=next((o['accuracy'] for o in told if o.get('accuracy')), None))
+    accuracy = next((o['accuracy'] for o in told if o.get('accuracy')), None)
+    return row | dict(published={o['machine']: o['seconds'] for o in told}, published_accuracy=accuracy)
 
+# %% ../../nbs/compare/07_suite.ipynb #2e4d6953
 def suite_rows(name:str, # Of a suite
                runs:list, # `Run`s of its recipes
                refused=(), # (Recipe, reason) of those that made no Run
@@ -40,7 +45,8 @@ def suite_rows(name:str, # Of a suite
         for o in published(r): keys[r, _half(o['precision'])] = []
     for o in runs:
         if o.recipe.get('name') in names:
-            keys.setdefault((o.recipe['name'], _half(o.precision.get('effective') or o.recipe.get('precision'))), []).append(o)
+            half = _half(o.precision.get('effective') or o.recipe.get('precision'))
+            keys.setdefault((o.recipe['name'], half), []).append(o)
     reasons = {(o.name, _half(o.precision)): why for o,why in refused if o.name in names}
     order = sorted({**keys, **reasons}, key=lambda k: (names.index(k[0]), k[1] != 'fp16'))
     return [_row(*k, keys.get(k, []), reasons.get(k)) for k in order]
@@ -52,14 +58,33 @@ def changed(run, # A `Run` of a registered recipe
     )->dict: # Field -> (as it ran, as registered)
     "What of the work is not as it was published"
     asked = plain(vars(get_recipe(run.recipe['name'])))
-    res = {k: (run.recipe.get(k), v) for k,v in asked.items() if v is not None and k not in _free and k in run.recipe and run.recipe[k] != v}
+    fixed = {k: v for k,v in asked.items() if v is not None and k not in _free and k in run.recipe}
+    res = {k: (run.recipe.get(k), v) for k,v in fixed.items() if run.recipe[k] != v}
     if run.recipe.get('batches'): res['batches'] = run.recipe['batches'],'all'
     if run.data.get('name') not in (None, asked['data']): res['data'] = run.data['name'],asked['data']
     return res
 
+# %% ../../nbs/compare/07_suite.ipynb #17ea5bec
 _other = 'NOT THE PUBLISHED WORK, so times beside each other say nothing: '
 
+def _short(x): return f'{x:.4g}' if isinstance(x, float) else str(x)
+
+def _changes_said(runs):
+    "What is not as published, in words; '' where all is"
+    work,names = {},{o.recipe['name'] for o in runs}
+    for o in runs:
+        for k,(now,then) in changed(o).items():
+            work.setdefault(f'{k} {_short(now)} instead of {_short(then)}', []).append(o.recipe['name'])
+    def of(v): return '' if len({*v}) == len(names) else f" ({', '.join(dict.fromkeys(v))})"
+    return '; '.join(k + of(v) for k,v in work.items())
+
 # %% ../../nbs/compare/07_suite.ipynb #24fe10ee
+_figures = [('recipe', 'recipe', str), ('precision', 'precision', str), ('bs', 'samples', '{:g}'.format),
+            ('seconds', 'fit', seconds), ('samples_per_second', 'samples/s', rate),
+            ('memory', 'memory', lambda x: f'{x/1e9:.2f} GB'), ('accuracy', 'accuracy', '{:.2%}'.format),
+            ('perplexity', 'perplexity', '{:.1f}'.format)]
+
+# %% ../../nbs/compare/07_suite.ipynb #553ba4f7
 class Suite(Table):
     "A suite's Runs, with the published figures beside them"
     missing,left = dict(seconds='-'),2
@@ -70,37 +95,48 @@ class Suite(Table):
         self.name,self.rows = name,suite_rows(name, runs, refused)
         self.runs = [o for o in runs if o.recipe.get('name') in suites()[name]]
         machines = list(dict.fromkeys(m for r in self.rows for m in r['published']))
-        self.columns = [('recipe', 'recipe', str), ('precision', 'precision', str), ('bs', 'samples', '{:g}'.format), ('seconds', 'fit', seconds), ('samples_per_second', 'samples/s', rate),
-                        ('memory', 'memory', lambda x: f'{x/1e9:.2f} GB'), ('accuracy', 'accuracy', '{:.2%}'.format), ('perplexity', 'perplexity', '{:.1f}'.format),
-                        *((f'on {m}', m, lambda x: f'{x:g} s') for m in machines), ('published_accuracy', 'its accuracy', '{:.1%}'.format)]
+        theirs = [(f'on {m}', m, lambda x: f'{x:g} s') for m in machines]
+        self.columns = [*_figures, *theirs, ('published_accuracy', 'its accuracy', '{:.1%}'.format)]
         self.title,self.notes = f'suite {name}',[*self._about(machines), *self._trouble()]
 
     def shown(self, row): return row | {f'on {k}': v for k,v in row['published'].items()}
 
-    def _about(self, machines):
-        def each(f): return ' and '.join(dict.fromkeys(str(f(o)) for o in self.runs if f(o)))
-        if self.runs:
-            yield f"here: {each(lambda o: o.data.get('name'))} on {each(lambda o: o.device.get('name'))}; " + (
-  'medians of the repeats' if any(r['n'] > 1 for r in self.rows) else 'one run of each: differences of a few percent are chance')
-        if machines: yield f"{', '.join(machines)}: seconds of the fit, as its authors published them"
-        left = [o for o in suites()[self.name] if o not in {r['recipe'] for r in self.rows}]
-        if left: yield f"neither run nor published: {', '.join(left)}"
-        work = {}
-        for o in self.runs:
-            for k,(now,then) in changed(o).items():
-                work.setdefault(f'{k} {_short(now)} instead of {_short(then)}', []).append(o.recipe['name'])
-        if machines and work:
-            yield _other + '; '.join(k + ('' if len({*v}) == len({o.recipe['name'] for o in self.runs}) else f" ({', '.join(dict.fromkeys(v))})") for k,v in work.items())
+# %% ../../nbs/compare/07_suite.ipynb #b30eca0d
+_REPEATED = 'medians of the repeats'
+_ONCE = 'one run of each: differences of a few percent are chance'
 
-    def _trouble(self):
-        for r in self.rows:
-            if r['status'] not in ('ok', 'not run'):
-                yield f"{r['recipe']}, {r['precision']}: {r['status']}" + (f" ({r['why']})" if r['why'] else '')
-        yield from warned(self.runs)
+@patch
+def _about(self:Suite, machines):
+    "What ran here, and how it differs from what was published"
+    def each(f): return ' and '.join(dict.fromkeys(str(f(o)) for o in self.runs if f(o)))
+    if self.runs:
+        repeats = _REPEATED if any(r['n'] > 1 for r in self.rows) else _ONCE
+        yield f"here: {each(lambda o: o.data.get('name'))} on {each(lambda o: o.device.get('name'))}; {repeats}"
+    if machines: yield f"{', '.join(machines)}: seconds of the fit, as its authors published them"
+    left = [o for o in suites()[self.name] if o not in {r['recipe'] for r in self.rows}]
+    if left: yield f"neither run nor published: {', '.join(left)}"
+    work = _changes_said(self.runs)
+    if machines and work: yield _other + work
 
-def _short(x): return f'{x:.4g}' if isinstance(x, float) else str(x)
+@patch
+def _trouble(self:Suite):
+    "What failed, and what the Runs warned of"
+    for r in self.rows:
+        why = f" ({r['why']})" if r['why'] else ''
+        if r['status'] not in ('ok', 'not run'): yield f"{r['recipe']}, {r['precision']}: {r['status']}{why}"
+    yield from warned(self.runs)
 
 # %% ../../nbs/compare/07_suite.ipynb #729d5a8f
+def _suite_bars(ax, suite, rows):
+    device = ', '.join(dict.fromkeys(str(o.device.get('name')) for o in suite.runs))
+    ax.barh(range(len(rows)), [r['seconds'] or 0 for r in rows], color='tab:blue', height=.6, label=f'here: {device}')
+    for m,mark in zip(dict.fromkeys(m for r in rows for m in r['published']), 'ovsD^P*Xh'):
+        at = [(r['published'][m], i) for i,r in enumerate(rows) if m in r['published']]
+        ax.plot(*zip(*at), mark, color='black', mfc='none', ms=6, label=f'published: {m}')
+    def name(r): return f"{r['recipe']} {r['precision']}" + (f", {seconds(r['seconds'])}" if r['seconds'] else '')
+    ax.set_yticks(range(len(rows)), list(map(name, rows)), parse_math=False)
+
+# %% ../../nbs/compare/07_suite.ipynb #2be37413
 def plot_suite(suite:Suite, # What to draw
                ax=None, # matplotlib axes; made if None
     ): # The axes
@@ -109,12 +145,7 @@ def plot_suite(suite:Suite, # What to draw
     rows = [r for r in suite.rows if r['seconds'] or r['published']]
     if not any(r['seconds'] for r in rows): raise UserError('there is nothing to draw: no training went through')
     if ax is None: _,ax = plt.subplots(figsize=(10, .42*len(rows)+1.6), layout='constrained')
-    device = ', '.join(dict.fromkeys(str(o.device.get('name')) for o in suite.runs))
-    ax.barh(range(len(rows)), [r['seconds'] or 0 for r in rows], color='tab:blue', height=.6, label=f'here: {device}')
-    for m,mark in zip(dict.fromkeys(m for r in rows for m in r['published']), 'ovsD^P*Xh'):
-        at = [(r['published'][m], i) for i,r in enumerate(rows) if m in r['published']]
-        ax.plot(*zip(*at), mark, color='black', mfc='none', ms=6, label=f'published: {m}')
-    ax.set_yticks(range(len(rows)), [f"{r['recipe']} {r['precision']}" + (f", {seconds(r['seconds'])}" if r['seconds'] else '') for r in rows], parse_math=False)
+    _suite_bars(ax, suite, rows)
     ax.invert_yaxis()
     ax.set_xlim(left=0)
     ax.margins(x=.12)
@@ -139,6 +170,7 @@ def suite_table(name:str, # Of the suite
         return Precisions(own, [(r, why) for r,why in refused if r.name in suites()[name]])
     return Suite(name, own, refused)
 
+# %% ../../nbs/compare/07_suite.ipynb #f17bc790
 def suite(name:str, # `colab`, `fp16`, `wikitext`, `quick`; `fastbench list suites` names all
           folder=FOLDER, # Where the Runs are kept
           repeats:int=1, # Runs of each recipe

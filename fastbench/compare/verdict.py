@@ -89,6 +89,7 @@ class Verdict:
     def __str__(self): return f'{percent(self.ratio)}{_interval(self)}: {self.why}'
     __repr__ = __str__
 
+# %% ../../nbs/compare/00_verdict.ipynb #ff5e0a26
 def percent(ratio:float, # Of times
     )->str: # '17.4% faster'
     "A ratio as a person says it: percent of the time of `a`"

@@ -57,8 +57,13 @@ def _read(run):
     return p,tuple(p.notes) if run.status != 'diverged' else ()
 
 # %% ../../nbs/page/02_raw.ipynb #270df74f
+def _opens(o):
+    "Is `o` taken apart? A list of numbers is not"
+    if not o or not isinstance(o, (dict, list)): return False
+    return isinstance(o, dict) or any(isinstance(x, (dict, list, str)) for x in o)
+
 def _walk(o, at, depth=0):
-    if isinstance(o, (dict, list)) and o and depth < 8 and (isinstance(o, dict) or any(isinstance(x, (dict, list)) for x in o) or any(isinstance(x, str) for x in o)):
+    if _opens(o) and depth < 8:
         for k,v in (o.items() if isinstance(o, dict) else enumerate(o)):
             yield from _walk(v, f'{at}.{k}' if at else str(k), depth+1)
     else: yield at, o if isinstance(o, str) else json.dumps(o, ensure_ascii=False)
@@ -68,8 +73,10 @@ def fields(run:Run # What was kept
     "Every field of a Run"
     p = run.profile if isinstance(run.profile, dict) else {}
     d = {k: v for k,v in run.as_dict().items() if k != 'profile'}
-    return dict(_walk({**d, 'profile': {k: v for k,v in p.items() if k not in ('fit', 'steps', 'device')}} if p else d, ''))
+    if p: d['profile'] = {k: v for k,v in p.items() if k not in ('fit', 'steps', 'device')}
+    return dict(_walk(d, ''))
 
+# %% ../../nbs/page/02_raw.ipynb #ae897af5
 def common(runs # `Run`s
     )->tuple: # dict of what is the same in all; dict name -> list of texts, one a Run, None where it lacks the field
     "What Runs share, and in what they differ"
@@ -79,30 +86,49 @@ def common(runs # `Run`s
     return {k: all_[0][k] for k in same},{k: [d.get(k) for d in all_] for k in keys if k not in same}
 
 # %% ../../nbs/page/02_raw.ipynb #22e8b9cf
+def _run_line(s):
+    means = {f'{r["phase"]}.{r["action"]}.mean_seconds': r['mean'] for r in s.rows if r['mean']}
+    peaks = peaks_of(s.profile) if s.profile else {}
+    return (dict(mark=s.mark, side=s.side) | fields(s.run) | means
+            | {f'peak_{k}_bytes': v for k,v in peaks.items() if k != 'exact'})
+
 def runs_csv(all_ # `Seen` Runs
     )->str:
     "A line a Run: every field, means of steps, peak memory"
-    table = [dict(mark=s.mark, side=s.side) | fields(s.run) | {f'{r["phase"]}.{r["action"]}.mean_seconds': r['mean'] for r in s.rows if r['mean']}
-             | {f'peak_{k}_bytes': v for k,v in (peaks_of(s.profile) if s.profile else {}).items() if k != 'exact'} for s in all_]
+    table = [_run_line(s) for s in all_]
     head = list(dict.fromkeys(k for d in table for k in d))
     return csv_text(head, [[d.get(k) for k in head] for d in table])
+
+# %% ../../nbs/page/02_raw.ipynb #c176f063
+def _epoch_lines(s):
+    log = s.profile.fit.get('epoch') if s.profile else None
+    took = values(log, 'seconds') if log is not None and 'seconds' in log.columns else []
+    for i,d in enumerate(s.run.epochs):
+        own = dict(mark=s.mark, id=s.run.id, epoch=i+1, seconds=took[i] if i < len(took) else None)
+        yield own | (d if isinstance(d, dict) else {})
 
 def epochs_csv(all_ # `Seen` Runs
     )->str: # Seconds of the epoch and what was computed at its end
     "A line an epoch"
-    table = []
-    for s in all_:
-        log = s.profile.fit.get('epoch') if s.profile else None
-        took = values(log, 'seconds') if log is not None and 'seconds' in log.columns else []
-        table += [dict(mark=s.mark, id=s.run.id, epoch=i+1, seconds=took[i] if i < len(took) else None) | (d if isinstance(d, dict) else {}) for i,d in enumerate(s.run.epochs)]
+    table = [o for s in all_ for o in _epoch_lines(s)]
     head = list(dict.fromkeys(k for d in table for k in d)) or ['mark', 'id', 'epoch', 'seconds']
     return csv_text(head, [[d.get(k) for k in head] for d in table])
 
+# %% ../../nbs/page/02_raw.ipynb #8191dae1
 def _logs(s):
     if s.profile:
         for clock,logs in (('host', s.profile.steps), ('device', s.profile.device)):
             for phase,log in logs.items():
                 if len(log) and log.columns: yield phase,clock,log
+
+def _step_lines(logs, cols, k):
+    for s,phase,clock,log in logs:
+        vals = {c: values(log, c)[::k] for c in log.columns}
+        def cell(c, i):
+            if c not in vals: return None
+            return vals[c][i] if c == 'warmup' else vals[c][i] or None
+        for i in range(len(next(iter(vals.values())))):
+            yield [s.mark, s.run.id, phase, clock, 1 + i*k*log.stride, *(cell(c, i) for c in cols)]
 
 def steps_csv(all_, # `Seen` Runs
               most:int=20_000, # Lines at most
@@ -113,12 +139,7 @@ def steps_csv(all_, # `Seen` Runs
     k = max(1, -(-n//most))
     cols = list(dict.fromkeys(c for *_,log in logs for c in log.columns))
     cols.sort(key=lambda c: HEAD.index(c) if c in HEAD else len(HEAD))
-    def lines():
-        for s,phase,clock,log in logs:
-            vals = {c: values(log, c)[::k] for c in log.columns}
-            for i in range(len(next(iter(vals.values())))):
-                yield [s.mark, s.run.id, phase, clock, 1 + i*k*log.stride, *((vals[c][i] if c == 'warmup' else vals[c][i] or None) if c in vals else None for c in cols)]
-    used = [*lines()]
+    used = [*_step_lines(logs, cols, k)]
     keep = [j for j in range(5+len(cols)) if j < 5 or any(r[j] is not None for r in used)]
     head = ['mark', 'id', 'phase', 'clock', 'at', *(c if c in HEAD and c != 'step' else f'{c}_seconds' for c in cols)]
     return csv_text([head[j] for j in keep], [[r[j] for j in keep] for r in used]),k,n

@@ -28,6 +28,7 @@ def _texts(name, v):
 
 def _like(value, wanted): return any(fnmatchcase(str(value), o) for o in wanted)
 
+# %% ../../nbs/runs/03_query.ipynb #834ab35a
 def moment(text, # '2026-11-20', '2026-11-20T14:30', with a zone or without; or a date, a datetime
            end:bool=False, # Of a day, its end
            name:str='since', # What to call it in an error
@@ -35,7 +36,8 @@ def moment(text, # '2026-11-20', '2026-11-20T14:30', with a zone or without; or 
     "A point in time; where no zone is told it is UTC, as in the ids of Runs"
     try:
         if isinstance(text, str):
-            text = date.fromisoformat(text) if len(text) <= 10 else datetime.fromisoformat(re.sub(r'[zZ]$', '+00:00', text))
+            iso = re.sub(r'[zZ]$', '+00:00', text)
+            text = date.fromisoformat(text) if len(text) <= 10 else datetime.fromisoformat(iso)
         if not isinstance(text, datetime): text = datetime.combine(text, time()) + timedelta(days=bool(end))
         return text.replace(tzinfo=timezone.utc) if text.tzinfo is None else text.astimezone(timezone.utc)
     except (TypeError, ValueError, OverflowError):
@@ -44,39 +46,70 @@ def moment(text, # '2026-11-20', '2026-11-20T14:30', with a zone or without; or 
 # %% ../../nbs/runs/03_query.ipynb #ad5221ba
 def _commits(run):
     git = run.environment.get('git')
-    return [o for o in (git.get('fastbench'), git.get('folder')) if isinstance(o, dict)] if isinstance(git, dict) else []
+    if not isinstance(git, dict): return []
+    return [o for o in (git.get('fastbench'), git.get('folder')) if isinstance(o, dict)]
 
 def _started(run):
     try: return moment(run.started)
     except UserError: return None
 
-def _test(recipe, data, device, precision, commit, since, until, status):
-    "What tells whether a Run is wanted"
-    recipe,data,device,precision,commit,status = (_texts(k, v) for k,v in dict(recipe=recipe, data=data, device=device, precision=precision, commit=commit, status=status).items())
+# %% ../../nbs/runs/03_query.ipynb #1a880e9e
+def _check_names(commit, status):
     for o in status or ():
         if o not in STATUSES: raise UserError(unknown('status', o, STATUSES))
     for o in commit or ():
         if not re.fullmatch('[0-9a-fA-F]{4,40}', o):
             raise UserError(f'commit={o!r} cannot be: four or more of its hexadecimal digits')
+
+def _moments(since, until):
     since,until = since and moment(since),until and moment(until, True, 'until')
     if since and until and since >= until:
         raise UserError(f'no time lies between: since {since:%Y-%m-%d %H:%M} is not before until '
                         f'{until:%Y-%m-%d %H:%M}')
+    return since,until
+
+# %% ../../nbs/runs/03_query.ipynb #4b8366ee
+def _is_device(run, wanted):
+    kind,name = run.device.get('kind'),str(run.device.get('name')).lower()
+    return any(o.lower() == kind or o.lower() in name for o in wanted)
+
+def _has_commit(run, wanted):
+    return any(str(c.get('commit')).startswith(o.lower()) for c in _commits(run) for o in wanted)
+
+def _lies_between(run, since, until):
+    t = _started(run)
+    return (not since or t and t >= since) and (not until or t and t < until)
+
+def _test(recipe, data, device, precision, commit, since, until, status):
+    "What tells whether a Run is wanted"
+    texts = dict(recipe=recipe, data=data, device=device, precision=precision, commit=commit, status=status)
+    recipe,data,device,precision,commit,status = (_texts(k, v) for k,v in texts.items())
+    _check_names(commit, status)
+    since,until = _moments(since, until)
     def fits(r):
-        t = _started(r) if since or until else None
         return ((not recipe or _like(r.recipe.get('name'), recipe)) and (not data or _like(r.data.get('name'), data))
-            and (not precision or _like(r.precision.get('effective'), precision)) and (not status or r.status in status)
-            and (not device or any(o.lower() == r.device.get('kind') or o.lower() in str(r.device.get('name')).lower() for o in device))
-            and (not commit or any(str(c.get('commit')).startswith(o.lower()) for c in _commits(r) for o in commit))
-            and (not since or t and t >= since) and (not until or t and t < until))
+            and (not precision or _like(r.precision.get('effective'), precision))
+            and (not status or r.status in status) and (not device or _is_device(r, device))
+            and (not commit or _has_commit(r, commit)) and (not (since or until) or _lies_between(r, since, until)))
     return fits
 
 # %% ../../nbs/runs/03_query.ipynb #22f9f3b1
+@contextmanager
+def _no_gc():
+    "Without the garbage collector"
+    on = gc.isenabled()
+    gc.disable()
+    try: yield
+    finally:
+        if on: gc.enable()
+
+# %% ../../nbs/runs/03_query.ipynb #2167486c
 def select(folder=FOLDER, # Where Runs are kept
            last:int|None=None, # Only so many, the newest
-           recipe=None,data=None,device=None,precision=None,commit=None,since=None,until=None,status=None, # As in `runs`
+           recipe=None,data=None,device=None,precision=None, # As in `runs`
+           commit=None,since=None,until=None,status=None, # As in `runs`
            keep=lambda run: run, # What to keep of each
-    )->tuple: # as for `runs`; Runs without their profiles, oldest first; errors, a line for each file that cannot be read
+    )->tuple: # as for `runs`; Runs without profiles, oldest first; a line for each file that cannot be read
     "The Runs that are wanted, newest files first until there are `last`"
     if last is not None and (type(last) is not int or last < 1):
         raise UserError(f'last={last!r} cannot be: a whole number, 1 or more')
@@ -90,45 +123,56 @@ def select(folder=FOLDER, # Where Runs are kept
                 if len(good) == last: break
     return good[::-1],bad[::-1]
 
-@contextmanager
-def _no_gc():
-    "Thousands of dicts without a cycle among them, which the collector would go through again and again: half of the time"
-    on = gc.isenabled()
-    gc.disable()
-    try: yield
-    finally:
-        if on: gc.enable()
-
 # %% ../../nbs/runs/03_query.ipynb #0a71b393
-_kinds = dict(started='datetime64[us, UTC]', seconds=float, step=float, samples_per_second=float, accuracy=float, train_loss=float, valid_loss=float, epochs='Int64', bs='Int64',
-              seed='Int64', repeat='Int64', dirty='boolean', warnings='Int64')
-COLUMNS = """id started recipe data data_asked precision precision_asked device device_kind status seconds step samples_per_second accuracy train_loss valid_loss
-    epochs bs seed repeat commit dirty host fastbench warnings error path""".split()  # whatever the Runs are; other metrics come after
-
-def _number(v, kind=(int, float)): return v if isinstance(v, kind) and not isinstance(v, bool) else None
-
-def _named(v): return None if v is None or v == '' else str(v)
-
-def row(run:Run # With or without its profile
-    )->dict: # Column -> value, None where the Run does not say
-    "A Run in one row"
-    git,env,f,rec = next(iter(_commits(run)), {}),run.environment,run.figures,run.recipe
-    version = env.get('versions', {}).get('fastbench') if isinstance(env.get('versions'), dict) else None
-    texts = dict(id=run.id, recipe=rec.get('name'), data=run.data.get('name'), data_asked=run.data.get('asked'), precision=run.precision.get('effective'),
-                 precision_asked=run.precision.get('asked'), device=run.device.get('name'), device_kind=run.device.get('kind'), status=run.status, commit=git.get('commit'),
-                 host=env.get('host'), fastbench=version, error=run.error, path=run.path)
-    res = {k: _named(v) for k,v in texts.items()} | dict(started=_started(run), seconds=_number(run.seconds), step=f.step, samples_per_second=f.rate,
-        epochs=_number(rec.get('epochs'), int), bs=_number(rec.get('bs'), int), seed=_number(run.seed, int), repeat=_number(run.repeat, int), warnings=len(run.warnings),
-        dirty=git.get('dirty') if isinstance(git.get('dirty'), bool) else None)
-    free = ('accuracy', 'train_loss', 'valid_loss')
-    return res | {k if k in free or k not in COLUMNS else f'metric.{k}': _number(v) for k,v in run.metrics.items()}
+COLUMNS = """id started recipe data data_asked precision precision_asked device device_kind status seconds step
+    samples_per_second accuracy train_loss valid_loss epochs bs seed repeat commit dirty host fastbench warnings error
+    path""".split()  # whatever the Runs are; other metrics come after
+_kinds = dict(started='datetime64[us, UTC]', dirty='boolean',
+              **dict.fromkeys('seconds step samples_per_second accuracy train_loss valid_loss'.split(), float),
+              **dict.fromkeys('epochs bs seed repeat warnings'.split(), 'Int64'))
 
 def _frame(rows, columns, kinds, other):
     import pandas as pd
     names = [*columns, *dict.fromkeys(k for r in rows for k in r if k not in columns)]
-    return pd.DataFrame({c: pd.Series([r.get(c) for r in rows], dtype=kinds.get(c, 'string' if c in columns else other)) for c in names})
+    def kind(c): return kinds.get(c, 'string' if c in columns else other)
+    return pd.DataFrame({c: pd.Series([r.get(c) for r in rows], dtype=kind(c)) for c in names})
+
+# %% ../../nbs/runs/03_query.ipynb #5a6db696
+def _number(v, kind=(int, float)): return v if isinstance(v, kind) and not isinstance(v, bool) else None
+
+def _named(v): return None if v is None or v == '' else str(v)
+
+def _row_texts(run):
+    env,git = run.environment,next(iter(_commits(run)), {})
+    version = env.get('versions', {}).get('fastbench') if isinstance(env.get('versions'), dict) else None
+    res = dict(id=run.id, recipe=run.recipe.get('name'), data=run.data.get('name'), data_asked=run.data.get('asked'),
+               precision=run.precision.get('effective'), precision_asked=run.precision.get('asked'),
+               device=run.device.get('name'), device_kind=run.device.get('kind'), status=run.status,
+               commit=git.get('commit'), host=env.get('host'), fastbench=version, error=run.error, path=run.path)
+    return {k: _named(v) for k,v in res.items()}
+
+def _row_numbers(run):
+    f,of = run.figures,lambda v: _number(v, int)
+    return dict(seconds=_number(run.seconds), step=f.step, samples_per_second=f.rate,
+                epochs=of(run.recipe.get('epochs')), bs=of(run.recipe.get('bs')),
+                seed=of(run.seed), repeat=of(run.repeat), warnings=len(run.warnings))
+
+# %% ../../nbs/runs/03_query.ipynb #5a9423bb
+def row(run:Run # With or without its profile
+    )->dict: # Column -> value, None where the Run does not say
+    "A Run in one row"
+    dirty = next(iter(_commits(run)), {}).get('dirty')
+    res = _row_texts(run) | dict(started=_started(run)) | _row_numbers(run)
+    res['dirty'] = dirty if isinstance(dirty, bool) else None
+    free = ('accuracy', 'train_loss', 'valid_loss')
+    def name(k): return k if k in free or k not in COLUMNS else f'metric.{k}'
+    return res | {name(k): _number(v) for k,v in run.metrics.items()}
 
 # %% ../../nbs/runs/03_query.ipynb #67df386c
+def _warn_of(bad):
+    many,more = 's' if len(bad) > 1 else '','; ...' if len(bad) > 3 else ''
+    warnings.warn(f"{len(bad)} file{many} passed over: {'; '.join(bad[:3])}{more}", stacklevel=3)
+
 def runs(folder=FOLDER, # Where Runs are kept
          recipe=None, # Name, with wildcards if you like; or several
          data=None, # Name of the data that was really used; or several
@@ -145,26 +189,31 @@ def runs(folder=FOLDER, # Where Runs are kept
     df = _frame(good, COLUMNS, _kinds, float)
     if bad:
         df.attrs['passed_over'] = bad
-        warnings.warn(f"{len(bad)} file{'s' if len(bad) > 1 else ''} passed over: {'; '.join(bad[:3])}{'; ...' if len(bad) > 3 else ''}", stacklevel=2)
+        _warn_of(bad)
     return df
 
 # %% ../../nbs/runs/03_query.ipynb #3df705d3
 _step_kinds = dict(step='int64', warmup=bool, samples='Int64', tokens='Int64', seconds=float)
 STEP_COLUMNS = 'id phase step warmup samples tokens clock action seconds'.split()
 
+def _log_rows(log, head):
+    "Rows of one phase on one clock; `head` stands in each"
+    cols = {c: values(log, c) for c in log.columns}
+    def whole(c): return [int(x) or None for x in cols[c]] if c in cols else [None]*len(cols['step'])
+    actions = [c for c in cols if c == 'step' or c not in HEAD]
+    for i,(samples,tokens,warm) in enumerate(zip(whole('samples'), whole('tokens'), cols['warmup'])):
+        step = head | dict(step=i*log.stride, warmup=bool(warm), samples=samples, tokens=tokens)
+        for c in actions:
+            if cols[c][i]: yield {**step, 'action': c, 'seconds': cols[c][i]}
+
 def _steps_of(run):
     "Rows of one Run"
     p = run.phases.profile
     for clock,logs in (('host', p.steps), ('device', p.device)):
         for phase,log in logs.items():
-            if not len(log): continue
-            cols = {c: values(log, c) for c in log.columns}
-            heads = zip(*([int(x) or None for x in cols[c]] if c in cols else [None]*len(cols['step']) for c in ('samples', 'tokens')), cols['warmup'])
-            for i,(samples,tokens,warm) in enumerate(heads):
-                head = dict(id=run.id, phase=phase, step=i*log.stride, warmup=bool(warm), samples=samples, tokens=tokens, clock=clock)
-                for c in cols:
-                    if (c == 'step' or c not in HEAD) and cols[c][i]: yield {**head, 'action': c, 'seconds': cols[c][i]}
+            if len(log): yield from _log_rows(log, dict(id=run.id, phase=phase, clock=clock))
 
+# %% ../../nbs/runs/03_query.ipynb #7fcca367
 def _each(folder, **filters):
     "A frame a Run, and what was passed over"
     good,bad = select(folder, keep=lambda r: r.path, **filters)
@@ -200,6 +249,7 @@ def _write_csv(frames, path):
     with open(path, 'w', encoding='utf-8', newline='') as f:
         for i,df in enumerate(frames): _for_csv(df).to_csv(f, index=False, header=not i, lineterminator='\n')
 
+# %% ../../nbs/runs/03_query.ipynb #fde1d849
 def _write_parquet(frames, path):
     try: import pyarrow as pa, pyarrow.parquet as pq
     except ImportError:
