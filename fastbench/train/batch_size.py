@@ -49,13 +49,14 @@ def is_oom(e:BaseException # What a step raised
     )->bool:
     "Is it for want of memory?"
     while e is not None:
-        if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or isinstance(e, RuntimeError) and any(o in str(e) for o in _signs):
-            return True
+        if isinstance(e, (torch.OutOfMemoryError, MemoryError)): return True
+        if isinstance(e, RuntimeError) and any(o in str(e) for o in _signs): return True
         e = getattr(e, 'inner_exception', None) or e.__cause__
     return False
 
 # %% ../../nbs/train/08_batch_size.ipynb #85dd8a22
-_units = {f'{p}{b}'.lower(): k**n for b,k in (('B', 1000), ('iB', 1024)) for n,p in enumerate(('', 'k', 'M', 'G', 'T')) if p or b == 'B'}
+_units = {f'{p}{b}'.lower(): k**n for b,k in (('B', 1000), ('iB', 1024))
+          for n,p in enumerate(('', 'k', 'M', 'G', 'T')) if p or b == 'B'}
 
 def parse_memory(o # '4GB' (decimal), '4GiB' (binary), or bytes
     )->int: # Bytes
@@ -76,6 +77,7 @@ def free(device:torch.device # Whose memory
         try: ctypes.CDLL(None).malloc_trim(0)
         except AttributeError: pass
 
+# %% ../../nbs/train/08_batch_size.ipynb #2f5c1304
 class _Room:
     "How much memory there is, and how much a try needed"
     def __init__(self, device, memory, headroom, extra):
@@ -86,31 +88,45 @@ class _Room:
         if self.device.type == 'cuda': return torch.cuda.get_device_properties(self.device).total_memory
         return min(memory_limit() or 2**62, psutil.Process().memory_info().rss + psutil.virtual_memory().available)
 
-    @contextmanager
-    def bounded(self):
-        if self.device.type != 'cuda': yield
-        else:
-            before = getattr(torch.cuda, 'get_per_process_memory_fraction', lambda _: 1.)(self.device)
-            torch.cuda.set_per_process_memory_fraction(min(self.limit/torch.cuda.get_device_properties(self.device).total_memory, 1.), self.device)
-            try: yield
-            finally: torch.cuda.set_per_process_memory_fraction(before, self.device)
+# %% ../../nbs/train/08_batch_size.ipynb #1c438043
+@patch
+@contextmanager
+def bounded(self:_Room):
+    "No more than the limit, while it is open"
+    if self.device.type != 'cuda': yield
+    else:
+        before = getattr(torch.cuda, 'get_per_process_memory_fraction', lambda _: 1.)(self.device)
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(self.limit/total, 1.), self.device)
+        try: yield
+        finally: torch.cuda.set_per_process_memory_fraction(before, self.device)
 
-    def hopeless(self, bs):
-        "Do the tries so far foretell that `bs` does not fit?"
-        if self.device.type != 'cpu' or len(self.seen) < 1: return False
-        (a,x),*rest = sorted(self.seen)[-2:][::-1]
-        if bs < a and not rest: return False  # one try says nothing of a smaller batch
-        slope = (x - rest[0][1])/(a - rest[0][0]) if rest else 0.
-        return x + max(slope, 0.)*(bs - a) > min(self.limit, self._all())
+# %% ../../nbs/train/08_batch_size.ipynb #d05588f6
+@patch
+def hopeless(self:_Room, bs # Samples
+    )->bool:
+    "Do the tries so far foretell that `bs` does not fit?"
+    if self.device.type != 'cpu' or len(self.seen) < 1: return False
+    (a,x),*rest = sorted(self.seen)[-2:][::-1]
+    if bs < a and not rest: return False  # one try says nothing of a smaller batch
+    slope = (x - rest[0][1])/(a - rest[0][0]) if rest else 0.
+    return x + max(slope, 0.)*(bs - a) > min(self.limit, self._all())
 
-    def measure(self, bs, f):
-        "Seconds of a step, or None where `f` does not fit"
-        peak = PeakMemory(afresh=True).start() if self.device.type == 'cpu' else None
-        if peak is None: torch.cuda.reset_peak_memory_stats(self.device) if self.device.type == 'cuda' else None
-        seconds = f()
-        self.peak = peak.stop()['host'] - self.extra if peak else torch.cuda.max_memory_reserved(self.device) if self.device.type == 'cuda' else None
-        if peak: self.seen.append((bs, self.peak))
-        return seconds if peak is None or self.peak <= self.limit else None
+# %% ../../nbs/train/08_batch_size.ipynb #fff5012b
+@patch
+def measure(self:_Room, bs, # Samples
+            f, # Takes a few steps; gives the seconds of one
+    ): # Seconds
+    "Seconds of a step, or None where `f` does not fit"
+    is_cuda = self.device.type == 'cuda'
+    peak = PeakMemory(afresh=True).start() if self.device.type == 'cpu' else None
+    if is_cuda: torch.cuda.reset_peak_memory_stats(self.device)
+    seconds = f()
+    self.peak = torch.cuda.max_memory_reserved(self.device) if is_cuda else None
+    if peak:
+        self.peak = peak.stop()['host'] - self.extra
+        self.seen.append((bs, self.peak))
+    return seconds if peak is None or self.peak <= self.limit else None
 
 # %% ../../nbs/train/08_batch_size.ipynb #dbb583a6
 @contextmanager
@@ -122,6 +138,7 @@ def _rng_kept(device):
             random.setstate(state[0])
             np.random.set_state(state[1])
 
+# %% ../../nbs/train/08_batch_size.ipynb #7e55b481
 @contextmanager
 def _model_kept(model):
     "Parameters, buffers, gradients and modes as they were; yields the bytes of the copies"
@@ -138,9 +155,10 @@ def _model_kept(model):
                 p.requires_grad_(needs)
             for m,k,b,copy in bs: m._buffers[k] = b.copy_(copy)
 
+# %% ../../nbs/train/08_batch_size.ipynb #ba9edb5b
 @contextmanager
 def _parked(opt, device):
-    "The state of the Learner's own optimizer waits on the host: the try has one of its own; yields the bytes that stay where they were"
+    "The state of the Learner's own optimizer waits on the host; yields the bytes that stay where they were"
     state = (getattr(opt, 'opt', None) or opt).state.values() if opt is not None else ()
     ts = list({id(t): t for s in state for t in s.values() if isinstance(t, torch.Tensor)}.values())
     away = [(t, t.device, t.data.cpu()) for t in ts if t.device.type == device.type != 'cpu']
@@ -155,6 +173,7 @@ def _tensors(o):
     elif isinstance(o, (tuple, list)): yield from (t for x in o for t in _tensors(x))
     elif hasattr(o, 'values'): yield from (t for x in o.values() for t in _tensors(x))
 
+# %% ../../nbs/train/08_batch_size.ipynb #6092eb5c
 def _rows(b, n, bs):
     "Of a batch of `n` samples, `bs`"
     ends = _ends(b)
@@ -169,6 +188,7 @@ def _rows(b, n, bs):
         return o[of] if o.ndim and len(o) == n else o
     return _each(b, pick)
 
+# %% ../../nbs/train/08_batch_size.ipynb #a6d03e22
 def _each(o, f):
     "A batch with `f` of all its tensors"
     if isinstance(o, torch.Tensor): return f(o)
@@ -183,6 +203,7 @@ def _ends(o):
     if isinstance(o, (tuple, list)): return next((e for x in o if (e := _ends(x)) is not None), None)
     return o.get('cu_seq_lens') if isinstance(o, dict) else None
 
+# %% ../../nbs/train/08_batch_size.ipynb #a65da6b0
 def _raw(dl):
     "Of a loader of fastai, one of what it has before it goes to the device"
     dl = dl.new(num_workers=0, drop_last=False)
@@ -201,15 +222,18 @@ def _sample(dl, look=4):
     return best[1:]
 
 # %% ../../nbs/train/08_batch_size.ipynb #a3b9008f
-_matter = (TrainEvalCallback, CastToTensor, MixedPrecision, ChannelsLast, Compile, GradientCheckpointing, EMACallback, GradientClip)
+_matter = (TrainEvalCallback, CastToTensor, MixedPrecision, ChannelsLast, Compile, GradientCheckpointing,
+           EMACallback, GradientClip)
 
 def _again(cb):
     "A callback like `cb`, with a state of its own"
     new = type(cb).__new__(type(cb))
-    new.__setstate__(deepcopy({k: v for k,v in cb.__getstate__().items() if k not in ('learn', '_learn', 'average')}))
+    state = {k: v for k,v in cb.__getstate__().items() if k not in ('learn', '_learn', 'average')}
+    new.__setstate__(deepcopy(state))
     if isinstance(cb, EMACallback): new.average = None
     if isinstance(cb, MixedPrecision):
-        new._scaler,new.kwargs = None,{**cb.kwargs, 'init_scale': 1.}  # a skipped step would allocate no optimizer state
+        new._scaler = None
+        new.kwargs = {**cb.kwargs, 'init_scale': 1.}  # a skipped step would allocate no optimizer state
     return new
 
 # %% ../../nbs/train/08_batch_size.ipynb #8e4a6f30
@@ -219,6 +243,7 @@ def _ahead(learn):
     if torch.device(getattr(learn.dls, 'device', None) or 'cpu').type == 'cpu': return False
     return getattr(dl, 'copies_ahead', False) or isinstance(learn, FastLoop) and is_plain(dl)
 
+# %% ../../nbs/train/08_batch_size.ipynb #98f5bf39
 class _Same:
     "A batch several times, as the loop of a Learner would get it"
     def __init__(self, learn, batch, steps=None):
@@ -244,13 +269,15 @@ class _Times(Callback):
     def before_batch(self):
         if len(self.at) == self.n_iter: raise CancelFitException
 
+# %% ../../nbs/train/08_batch_size.ipynb #d09dbb2e
 def _try(learn, batch):
     "A few steps on `batch`; seconds of the last"
     o,dls = learn,DataLoaders(_Same(learn, batch), _Same(learn, batch, 0), device=getattr(learn.dls, 'device', None))
     if hasattr(o.dls, 'n_inp'): dls.n_inp = o.dls.n_inp
     cls = BenchLearner if isinstance(o, BenchLearner) else Learner
-    new = cls(dls, o.model, loss_func=o.loss_func, opt_func=o.opt_func, lr=o.lr, splitter=o.splitter, wd=o.wd, moms=o.moms, train_bn=o.train_bn,
-              wd_bn_bias=o.wd_bn_bias, default_cbs=False, cbs=[_again(cb) for cb in o.cbs if isinstance(cb, _matter)])
+    same = 'loss_func opt_func lr splitter wd moms train_bn wd_bn_bias'.split()
+    new = cls(dls, o.model, **{k: getattr(o, k) for k in same}, default_cbs=False,
+              cbs=[_again(cb) for cb in o.cbs if isinstance(cb, _matter)])
     times = _Times()
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
@@ -262,6 +289,7 @@ class BatchSize(int):
     "A batch size, with what a step of it took"
     seconds,peak,tries,why = None,None,(),''
 
+# %% ../../nbs/train/08_batch_size.ipynb #6e9d6c49
 def _drop_frames(e, device):
     "Forget what a failed step left in the frames of its traceback"
     while e is not None:
@@ -284,6 +312,7 @@ def _whole(name, v):
 
 def _n_items(dl): return getattr(dl, 'n', None) or (len(dl.dataset) if hasattr(dl, 'dataset') else None)
 
+# %% ../../nbs/train/08_batch_size.ipynb #652d55c5
 @patch
 def find_batch_size(self:Learner,
     start:int=None, # First to be tried; None: the loader's
@@ -296,7 +325,8 @@ def find_batch_size(self:Learner,
     n = _n_items(dl)
     most = _whole('max', max) if max is not None else n or 2**16
     if n is not None: most = min(most, n)
-    start = _whole('start', start) if start is not None else getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None) or 16
+    if start is not None: start = _whole('start', start)
+    else: start = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None) or 16
     if not 0 <= headroom < 1:
         raise UserError(f'headroom={headroom!r} cannot be: the share of the memory to leave free, from 0 to below 1')
     memory = parse_memory(memory) if memory is not None else None
@@ -314,6 +344,7 @@ def find_batch_size(self:Learner,
     free(device)
     return _result(best, tries, room, most, n)
 
+# %% ../../nbs/train/08_batch_size.ipynb #ae6015e6
 def _fits(learn, room, tries, bs, batch, rows):
     free(room.device)
     if room.hopeless(bs):
@@ -327,15 +358,18 @@ def _fits(learn, room, tries, bs, batch, rows):
     tries.append((bs, seconds, room.peak))
     return seconds is not None
 
+# %% ../../nbs/train/08_batch_size.ipynb #7dda67ff
 def _result(best, tries, room, most, n):
     def gb(x): return f'{x/1e9:.2f} GB' if x > 1e9 else f'{x/1e6:.0f} MB'
     if not best:
         peak = min((p for _,_,p in tries if p), default=None)
-        raise UserError(f'find_batch_size: not even one sample fits into {gb(room.limit)} on '
-                        f'{room.device.type}' + (f' (a step held {gb(peak)})' if peak else '') +
-                        '; a smaller model or input, GradientCheckpointing, or to_half() need less' + (', or give more memory' if room.asked else ''))
+        raise UserError(f'find_batch_size: not even one sample fits into {gb(room.limit)} on {room.device.type}' +
+                        (f' (a step held {gb(peak)})' if peak else '') +
+                        '; a smaller model or input, GradientCheckpointing, or to_half() need less' +
+                        (', or give more memory' if room.asked else ''))
     res = BatchSize(best)
     res.seconds,res.peak = next((s, p) for bs,s,p in tries[::-1] if bs == best and s is not None)
     res.tries = tuple(tries)
-    res.why = ('the data set has no more' if best == n else 'max') if best == most else f'{best+1} does not fit into {gb(room.limit)}'
+    if best == most: res.why = 'the data set has no more' if best == n else 'max'
+    else: res.why = f'{best+1} does not fit into {gb(room.limit)}'
     return res

@@ -16,6 +16,7 @@ from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import ParamScheduler, SchedNo, combine_scheds
 from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, CastToTensor, Recorder
 from fastai.torch_core import num_distrib, to_detach
+from fastcore.basics import patch
 from torch import Tensor
 
 # %% ../../nbs/train/01_fast_callbacks.ipynb #5e7dd01b
@@ -27,56 +28,70 @@ class SmoothLoss(AvgSmoothLoss):
         self.beta = beta
         self.reset()
     def reset(self):
-        self._val,self._raw,self._floats,self._dtype,self._blocks,self._steps,self._done,self.count = None,None,[],None,[],[],0,0
+        self._val,self._raw,self._dtype = None,None,None
+        self._floats,self._blocks,self._steps = [],[],[]
+        self._done,self.count = 0,0
         self._alone = num_distrib() <= 1
 
-    def accumulate(self, learn):
-        loss = learn.loss
-        if self._alone and loss.is_cpu and not loss.ndim:
-            if loss.dtype is not self._dtype:
-                self._work_out()
-                self._dtype = loss.dtype
-            self._floats.append(loss.item())
-        else: self._put(loss.detach() if self._alone else to_detach(loss.mean()))
-        self.count += 1
-        if not self.count % self.size: self._work_out()
-
-    def _put(self, loss):
-        "In the buffer, where the loss is"
-        if self._floats or self._raw is None or self._raw.dtype != loss.dtype or self._raw.device != loss.device:
+# %% ../../nbs/train/01_fast_callbacks.ipynb #f102f476
+@patch
+def accumulate(self:SmoothLoss, learn # A Learner after a step
+    ):
+    "Keep the loss of a training step"
+    loss = learn.loss
+    if self._alone and loss.is_cpu and not loss.ndim:
+        if loss.dtype is not self._dtype:
             self._work_out()
-            self._raw,self._dtype = torch.empty(self.size, dtype=loss.dtype, device=loss.device),None
-        self._raw[self.count % self.size].copy_(loss.mean() if loss.ndim else loss)
+            self._dtype = loss.dtype
+        self._floats.append(loss.item())
+    else: self._put(loss.detach() if self._alone else to_detach(loss.mean()))
+    self.count += 1
+    if not self.count % self.size: self._work_out()
 
-    def _work_out(self):
-        n,i = self.count-self._done, self._done % self.size
-        if not n: return
-        losses = (torch.tensor(self._floats, dtype=self._dtype) if self._floats else self._raw[i:i+n].cpu()).unbind()
-        self._floats = []
-        if not i: self._blocks.append(torch.empty(self.size, dtype=losses[0].dtype))
-        vals,val = [],self._val if self._val is not None else torch.zeros_like(losses[0])
-        for loss in losses: vals.append(val := torch.lerp(loss, val, self.beta))
-        debias = torch.tensor([1-self.beta**(self._done+j) for j in range(1, n+1)], dtype=val.dtype)
-        self._blocks[-1][i:i+n] = torch.stack(vals)/debias
-        self._val,self._done = val,self.count
+@patch
+def _put(self:SmoothLoss, loss):
+    "In the buffer, where the loss is"
+    if self._floats or self._raw is None or self._raw.dtype != loss.dtype or self._raw.device != loss.device:
+        self._work_out()
+        self._raw,self._dtype = torch.empty(self.size, dtype=loss.dtype, device=loss.device),None
+    self._raw[self.count % self.size].copy_(loss.mean() if loss.ndim else loss)
 
-    @property
-    def steps(self): # One tensor a training step
-        "The smooth loss after each step"
-        self._work_out()
-        while (n := len(self._steps)) < self.count:
-            k,i = divmod(n, self.size)
-            self._steps.extend(self._blocks[k][i:self.count-k*self.size].unbind())
-        return self._steps
+# %% ../../nbs/train/01_fast_callbacks.ipynb #123d6923
+@patch
+def _work_out(self:SmoothLoss):
+    "Smooth the losses that were kept since the last time"
+    n,i = self.count-self._done, self._done % self.size
+    if not n: return
+    losses = (torch.tensor(self._floats, dtype=self._dtype) if self._floats else self._raw[i:i+n].cpu()).unbind()
+    self._floats = []
+    if not i: self._blocks.append(torch.empty(self.size, dtype=losses[0].dtype))
+    vals,val = [],self._val if self._val is not None else torch.zeros_like(losses[0])
+    for loss in losses: vals.append(val := torch.lerp(loss, val, self.beta))
+    debias = torch.tensor([1-self.beta**(self._done+j) for j in range(1, n+1)], dtype=val.dtype)
+    self._blocks[-1][i:i+n] = torch.stack(vals)/debias
+    self._val,self._done = val,self.count
 
-    @property
-    def val(self):
-        self._work_out()
-        return torch.tensor(0.) if self._val is None else self._val
-    @property
-    def value(self):
-        self._work_out()
-        return self._blocks[-1][(self.count-1) % self.size] if self.count else torch.tensor(torch.nan)
+# %% ../../nbs/train/01_fast_callbacks.ipynb #38449059
+@patch(as_prop=True)
+def steps(self:SmoothLoss): # One tensor a training step
+    "The smooth loss after each step"
+    self._work_out()
+    while (n := len(self._steps)) < self.count:
+        k,i = divmod(n, self.size)
+        self._steps.extend(self._blocks[k][i:self.count-k*self.size].unbind())
+    return self._steps
+
+@patch(as_prop=True)
+def val(self:SmoothLoss):
+    "The average so far, not debiased"
+    self._work_out()
+    return torch.tensor(0.) if self._val is None else self._val
+
+@patch(as_prop=True)
+def value(self:SmoothLoss):
+    "The smooth loss after the last step"
+    self._work_out()
+    return self._blocks[-1][(self.count-1) % self.size] if self.count else torch.tensor(torch.nan)
 
 # %% ../../nbs/train/01_fast_callbacks.ipynb #98838f57
 def _times(mean, n):
@@ -86,7 +101,9 @@ class LeanLoss(AvgLoss):
     "`AvgLoss` without a wait for the device at every batch, every target weighing the same"
     def n(self, learn): return learn.n_targets(learn.yb)
     def accumulate(self, learn):
-        loss,n = learn.loss.detach().mean() if num_distrib() <= 1 else learn.to_detach(learn.loss.mean(), cpu=False), self.n(learn)
+        if num_distrib() <= 1: loss = learn.loss.detach().mean()
+        else: loss = learn.to_detach(learn.loss.mean(), cpu=False)
+        n = self.n(learn)
         self.total += _times(loss, n)
         self.count += n
 
@@ -109,25 +126,32 @@ class LeanRecorder(Recorder):
         super().__init__(add_time, train_metrics, valid_metrics, beta)
         self.loss,self.smooth_loss = LeanLoss(),SmoothLoss(beta)
 
-    @property
-    def losses(self): # Tensors on the CPU
-        "The smooth loss after each step of the fit"
-        return self.smooth_loss.steps
-    @losses.setter
-    def losses(self, v): self.smooth_loss.reset()
+# %% ../../nbs/train/01_fast_callbacks.ipynb #ab4363f1
+@patch(as_prop=True)
+def losses(self:LeanRecorder): # Tensors on the CPU
+    "The smooth loss after each step of the fit"
+    return self.smooth_loss.steps
 
-    def before_fit(self):
-        if self.smooth_loss.count: self.learn.smooth_loss = self.smooth_loss.value
-        super().before_fit()
+@patch(set_prop=True)
+def losses(self:LeanRecorder, v): self.smooth_loss.reset()
 
-    def after_batch(self):
-        learn = self.learn
-        if not len(learn.yb): return
-        if not learn.training: mets = self._valid_mets
-        elif self.train_metrics: mets = self._train_mets
-        else: mets = () if self.cancel_train else (self.smooth_loss,)
-        for met in mets: met.accumulate(learn)
-        if learn.training: self.lrs.append(learn.opt.hypers[-1]['lr'])
+# %% ../../nbs/train/01_fast_callbacks.ipynb #4271a83a
+@patch
+def before_fit(self:LeanRecorder):
+    "Go on from the smooth loss of the fit before"
+    if self.smooth_loss.count: self.learn.smooth_loss = self.smooth_loss.value
+    super(LeanRecorder, self).before_fit()
+
+@patch
+def after_batch(self:LeanRecorder):
+    "Add up the batch's loss and metrics where they are"
+    learn = self.learn
+    if not len(learn.yb): return
+    if not learn.training: mets = self._valid_mets
+    elif self.train_metrics: mets = self._train_mets
+    else: mets = () if self.cancel_train else (self.smooth_loss,)
+    for met in mets: met.accumulate(learn)
+    if learn.training: self.lrs.append(learn.opt.hypers[-1]['lr'])
 
 # %% ../../nbs/train/01_fast_callbacks.ipynb #395d8e65
 class _Comment:
@@ -143,6 +167,7 @@ class LeanProgress(ProgressCallback):
         self.pbar.comment = _Comment(self.learn)
     def after_batch(self): self.pbar.update(self.learn.iter + 1)
 
+# %% ../../nbs/train/01_fast_callbacks.ipynb #45015b75
 class LeanTrainEval(TrainEvalCallback):
     "`TrainEvalCallback` that asks the Learner directly"
     name = 'train_eval'
@@ -151,6 +176,7 @@ class LeanTrainEval(TrainEvalCallback):
         learn.pct_train += 1./(learn.n_iter*learn.n_epoch)
         learn.train_iter += 1
 
+# %% ../../nbs/train/01_fast_callbacks.ipynb #39dd68ba
 class LeanCast(CastToTensor):
     "`CastToTensor` that leaves plain tensors alone"
     name = 'cast_to_tensor'
@@ -175,6 +201,7 @@ def _plain(f):
         return scheds[i](float((x - starts[i])/widths[i]))
     return plain
 
+# %% ../../nbs/train/01_fast_callbacks.ipynb #5608098d
 class LeanSchedule(ParamScheduler):
     "`ParamScheduler` that works without tensors"
     name = 'param_scheduler'
@@ -194,7 +221,8 @@ class LeanSchedule(ParamScheduler):
         for k in self.scheds: self.hps[k].append(hypers[k])
 
 # %% ../../nbs/train/01_fast_callbacks.ipynb #0a3ddcc2
-lean_classes = {Recorder: LeanRecorder, ProgressCallback: LeanProgress, TrainEvalCallback: LeanTrainEval, CastToTensor: LeanCast}
+lean_classes = {Recorder: LeanRecorder, ProgressCallback: LeanProgress,
+                TrainEvalCallback: LeanTrainEval, CastToTensor: LeanCast}
 
 def lean(cb # A callback, or a class of callbacks
     ): # The same

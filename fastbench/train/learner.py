@@ -13,6 +13,7 @@ import torch
 from fastai.callback.channelslast import ChannelsLast as FastaiChannelsLast
 from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
 from fastai.torch_core import default_device
+from fastcore.basics import patch
 
 from ..callback.amp import MixedPrecision, check_precision, native_bf16
 from ..callback.channelslast import ChannelsLast
@@ -41,6 +42,7 @@ def _why_no_cuda():
         return f'the NVIDIA driver is too old for CUDA {torch.version.cuda}: update it, or install an older torch'
     return said or 'is there a driver? `nvidia-smi` shows it'
 
+# %% ../../nbs/train/07_learner.ipynb #20aa9733
 def find_device(device=None # As torch writes it: 'cpu', 'cuda', 'cuda:1', 'mps', 'xpu'; None: fastai's default
     )->torch.device: # One that is there, a GPU with its number
     "The device to train on"
@@ -82,57 +84,78 @@ class BenchLearner(FastLoop):
         amp = next((cb for cb in self.cbs if isinstance(cb, MixedPrecision)), None)
         return 'fp32' if amp is None else ('half-' if isinstance(amp, HalfPrecision) else '') + amp.amp_mode.value
 
-    def _to(self, precision, allow_emulation=False, **kwargs):
-        check_precision(precision, self.device, allow_emulation)
-        return self.to_fp32().add_cb(MixedPrecision(precision, allow_emulation, **kwargs))
+# %% ../../nbs/train/07_learner.ipynb #01543311
+@patch
+def _to(self:BenchLearner, precision, allow_emulation=False, **kwargs):
+    "Mixed precision in place of another"
+    check_precision(precision, self.device, allow_emulation)
+    return self.to_fp32().add_cb(MixedPrecision(precision, allow_emulation, **kwargs))
 
-    def to_fp16(self, **kwargs): # `GradScaler`'s arguments
-        "Mixed precision in float16, with loss scaling"
-        return self._to('fp16', **kwargs)
+@patch
+def to_fp16(self:BenchLearner, **kwargs): # `GradScaler`'s arguments
+    "Mixed precision in float16, with loss scaling"
+    return self._to('fp16', **kwargs)
 
-    def to_bf16(self, **kwargs): # allow_emulation: also on a device that only emulates it
-        "Mixed precision in bfloat16"
-        return self._to('bf16', **kwargs)
+@patch
+def to_bf16(self:BenchLearner, **kwargs): # allow_emulation: also on a device that only emulates it
+    "Mixed precision in bfloat16"
+    return self._to('bf16', **kwargs)
 
-    def to_half(self, dtype='bf16', **kwargs): # 'bf16' or 'fp16'; loss_scale, clip and more: see `HalfPrecision`
-        "Weights and activations in 16 bits; batch norm, optimizer and loss in fp32"
-        cb = HalfPrecision(dtype, **kwargs)
-        check_precision(cb.amp_mode.value, self.device, cb.allow_emulation)
-        return self.to_fp32().add_cb(cb)
+# %% ../../nbs/train/07_learner.ipynb #2e1b3b11
+@patch
+def to_half(self:BenchLearner, dtype='bf16', # 'bf16' or 'fp16'
+            **kwargs): # loss_scale, clip and more: see `HalfPrecision`
+    "Weights and activations in 16 bits; batch norm, optimizer and loss in fp32"
+    cb = HalfPrecision(dtype, **kwargs)
+    check_precision(cb.amp_mode.value, self.device, cb.allow_emulation)
+    return self.to_fp32().add_cb(cb)
 
-    def to_fp32(self):
-        "Single precision"
-        return self.remove_cb(FastaiMixedPrecision)
+@patch
+def to_fp32(self:BenchLearner):
+    "Single precision"
+    return self.remove_cb(FastaiMixedPrecision)
 
-    def to_channelslast(self, use_amp=False, amp_mode='fp16', **kwargs): # use_amp: mixed precision as well; amp_mode: its precision
-        "Convolutions in channels-last layout while it trains"
-        if use_amp: self._to(amp_mode, **kwargs)
-        return self.remove_cb(FastaiChannelsLast).add_cb(ChannelsLast())
+# %% ../../nbs/train/07_learner.ipynb #79004a22
+@patch
+def to_channelslast(self:BenchLearner, use_amp=False, # Mixed precision as well
+                    amp_mode='fp16', # Its precision
+                    **kwargs): # For `MixedPrecision`
+    "Convolutions in channels-last layout while it trains"
+    if use_amp: self._to(amp_mode, **kwargs)
+    return self.remove_cb(FastaiChannelsLast).add_cb(ChannelsLast())
 
-    def to_contiguous(self, to_fp32=False): # to_fp32: no mixed precision either
-        "PyTorch's usual memory layout"
-        if to_fp32: self.to_fp32()
-        return self.remove_cb(FastaiChannelsLast)
+@patch
+def to_contiguous(self:BenchLearner, to_fp32=False): # to_fp32: no mixed precision either
+    "PyTorch's usual memory layout"
+    if to_fp32: self.to_fp32()
+    return self.remove_cb(FastaiChannelsLast)
 
-    def to_distributed(self, sync_bn=True, # Batch norm over all processes, on GPUs
-                       **kwargs): # Of `Accelerator`: cpu=True for processes on a CPU
-        "Train in all processes that torchrun has started; `detach_distributed` takes it off"
-        if find_spec('accelerate') is None:
-            raise UserError("several processes are brought together by Accelerate, which is not there: pip install "
-                            "'fastbench[distributed]'")
-        from fastai.callback.progress import ProgressCallback
-        from fastai.torch_core import rank_distrib
-        from fastbench.train.ranks import RankTrainer
-        self.add_cb(RankTrainer(sync_bn and not kwargs.get('cpu'), **kwargs))
-        return self.remove_cb(ProgressCallback) if rank_distrib() else self
+# %% ../../nbs/train/07_learner.ipynb #51e98596
+@patch
+def to_distributed(self:BenchLearner, sync_bn=True, # Batch norm over all processes, on GPUs
+                   **kwargs): # Of `Accelerator`: cpu=True for processes on a CPU
+    "Train in all processes that torchrun has started; `detach_distributed` takes it off"
+    if find_spec('accelerate') is None:
+        raise UserError("several processes are brought together by Accelerate, which is not there: pip install "
+                        "'fastbench[distributed]'")
+    from fastai.callback.progress import ProgressCallback
+    from fastai.torch_core import rank_distrib
+    from fastbench.train.ranks import RankTrainer
+    self.add_cb(RankTrainer(sync_bn and not kwargs.get('cpu'), **kwargs))
+    return self.remove_cb(ProgressCallback) if rank_distrib() else self
 
-    def get_preds(self, ds_idx=1, # Which set, by its number
-                  dl=None, # Another loader
-                  **kwargs): # As for fastai's: with_input, with_decoded, with_loss, act, reorder, ...
-        "Predictions and targets; of several processes those of all, on each of them"
-        cb = getattr(self, 'distributed_trainer', None)
-        return cb.all_preds(super().get_preds, ds_idx, dl, **kwargs) if hasattr(cb, 'all_preds') else super().get_preds(ds_idx, dl, **kwargs)
+# %% ../../nbs/train/07_learner.ipynb #75a301d1
+@patch
+def get_preds(self:BenchLearner, ds_idx=1, # Which set, by its number
+              dl=None, # Another loader
+              **kwargs): # As for fastai's: with_input, with_decoded, with_loss, act, reorder, ...
+    "Predictions and targets; of several processes those of all, on each of them"
+    cb = getattr(self, 'distributed_trainer', None)
+    own = super(BenchLearner, self).get_preds
+    return cb.all_preds(own, ds_idx, dl, **kwargs) if hasattr(cb, 'all_preds') else own(ds_idx, dl, **kwargs)
 
-    def compile(self, mode=None, dynamic=None, fullgraph=False, backend='inductor', predictions=False): # as for `Compile`
-        "Run the model through `torch.compile` while it trains; `remove_cb(Compile)` takes it off"
-        return self.remove_cb(Compile).add_cb(Compile(mode, dynamic, fullgraph, backend, predictions))
+@patch
+def compile(self:BenchLearner, mode=None, dynamic=None, fullgraph=False, backend='inductor',
+            predictions=False): # as for `Compile`
+    "Run the model through `torch.compile` while it trains; `remove_cb(Compile)` takes it off"
+    return self.remove_cb(Compile).add_cb(Compile(mode, dynamic, fullgraph, backend, predictions))

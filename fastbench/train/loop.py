@@ -9,8 +9,9 @@ __all__ = ['FastLoop']
 from operator import attrgetter
 
 import torch
-from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
-                                  CancelTrainException, CancelValidException, _inner_loop)
+from fastai.callback.core import (
+    Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
+    CancelStepException, CancelTrainException, CancelValidException, _inner_loop)
 from fastai.learner import Learner, Metric
 from fastai.torch_core import defaults, find_bs
 from fastcore.basics import noop, patch
@@ -29,13 +30,16 @@ _events = _gated | {'after_cancel_step'}  # the events of a batch
 
 _order = attrgetter('order')
 def _whole(cb):
+    "Is a callback called as a whole, not by a method of the event's name?"
     return type(cb).__call__ is not Callback.__call__ or hasattr(type(cb), 'training') or 'training' in vars(cb)
 
 def _silent(cb):
-    return getattr(cb if isinstance(cb, type) else type(cb), 'by_stamps', False)  # needs no event of a batch: the loop leaves its marks
+    "Needs it no event of a batch, because the loop leaves its marks?"
+    return getattr(cb if isinstance(cb, type) else type(cb), 'by_stamps', False)
 
+# %% ../../nbs/train/06_loop.ipynb #6dcd10c8
 class _Listeners(dict):
-    "Event of a batch -> the callbacks that listen, in order, each with whether it is to be called as a whole; the marks of its edges"
+    "Event of a batch -> the callbacks that listen, in order, each with `_whole`; the marks of its edges"
     def __init__(self, learn):
         self.cbs,self.own = list(learn.cbs),self._own(learn.cbs)
         self.orders,self.sizes = [*map(_order, self.own)],[len(vars(o)) for o in self.own]
@@ -45,21 +49,30 @@ class _Listeners(dict):
             own = [(cb, whole) for cb,whole in cbs if whole or shared or hasattr(type(cb), name) or name in vars(cb)]
             self[name] = own,FIRST[name],LAST[name]
 
-    def _own(self, cbs): return [o for o in cbs if not _silent(o)]
+# %% ../../nbs/train/06_loop.ipynb #c586fa3e
+@patch
+def _own(self:_Listeners, cbs):
+    "Those of `cbs` that need events"
+    return [o for o in cbs if not _silent(o)]
 
-    def hold(self, learn):
-        cbs = learn.cbs.items
-        if self.cbs != cbs:
-            if self._own(cbs) != self.own: return False
-            self.cbs = list(cbs)
-        return self.orders == [*map(_order, self.own)]
+@patch
+def hold(self:_Listeners, learn # Whose callbacks may have changed
+    )->bool:
+    "Is the table still that of `learn`?"
+    cbs = learn.cbs.items
+    if self.cbs != cbs:
+        if self._own(cbs) != self.own: return False
+        self.cbs = list(cbs)
+    return self.orders == [*map(_order, self.own)]
 
-    def quiet(self): # No callback got an attribute, which could be a method?
-        return self.sizes == [len(vars(o)) for o in self.own]
+@patch
+def quiet(self:_Listeners):
+    "Got no callback an attribute, which could be a method?"
+    return self.sizes == [len(vars(o)) for o in self.own]
 
 # %% ../../nbs/train/06_loop.ipynb #c24d2945
-_cancel = (CancelBatchException, CancelBackwardException, CancelEpochException, CancelFitException, CancelStepException, CancelTrainException,
-           CancelValidException)
+_cancel = (CancelBatchException, CancelBackwardException, CancelEpochException, CancelFitException,
+           CancelStepException, CancelTrainException, CancelValidException)
 
 class FastLoop(Learner):
     "A `Learner` with a lean training loop"
@@ -74,54 +87,81 @@ class FastLoop(Learner):
         super().__init__(dls, model, default_cbs=False, cbs=own + L(cbs), **kwargs)
         self.default_cbs = default_cbs
 
-    def __call__(self, event_name):
-        if event_name.__class__ is not str or event_name not in _events: return self._outside(event_name)
-        listeners,first,last = (self._listeners or self._look())[event_name]
-        if self._stamp is None:
-            if listeners: self._tell(event_name, listeners)
-            return
-        mark,time,clock = self._stamp
-        if listeners:
-            mark(first)
-            time(clock())
-            self._tell(event_name, listeners)
-        mark(last)
+# %% ../../nbs/train/06_loop.ipynb #f01cc3af
+@patch
+def __call__(self:FastLoop, event_name):
+    "Tell an event to those who listen"
+    if event_name.__class__ is not str or event_name not in _events: return self._outside(event_name)
+    listeners,first,last = (self._listeners or self._look())[event_name]
+    if self._stamp is None:
+        if listeners: self._tell(event_name, listeners)
+        return
+    mark,time,clock = self._stamp
+    if listeners:
+        mark(first)
         time(clock())
+        self._tell(event_name, listeners)
+    mark(last)
+    time(clock())
 
-    def _outside(self, event_name):
-        super().__call__(event_name)
-        self._check()
-        if self._listeners and not self._listeners.quiet(): self._listeners = {}
+# %% ../../nbs/train/06_loop.ipynb #8f1fde71
+@patch
+def _outside(self:FastLoop, event_name):
+    "An event outside of a batch, which is fastai's own"
+    super(FastLoop, self).__call__(event_name)
+    self._check()
+    if self._listeners and not self._listeners.quiet(): self._listeners = {}
 
-    def _look(self):
-        self._listeners = _Listeners(self)
-        return self._listeners
+@patch
+def _look(self:FastLoop):
+    "Make the table"
+    self._listeners = _Listeners(self)
+    return self._listeners
 
-    def _check(self):
-        if self._listeners and not self._listeners.hold(self): self._listeners = {}
+@patch
+def _check(self:FastLoop):
+    "Drop the table if the callbacks are others"
+    if self._listeners and not self._listeners.hold(self): self._listeners = {}
 
-    def _tell(self, event_name, listeners):
-        gated = event_name in _gated
-        for cb,whole in listeners:
-            if whole: cb(event_name)
-            elif cb.run and (not gated or (cb.run_train if self.training else cb.run_valid)):
-                try: getattr(cb, event_name, noop)()
-                except _cancel: raise
-                except Exception as e:
-                    why = e.args[0] if e.args else type(e).__name__
-                    raise modify_exception(e, f'Exception occured in `{type(cb).__name__}` when calling event `{event_name}`:\n\t{why}', replace=True)
-        self._check()
+# %% ../../nbs/train/06_loop.ipynb #06642e99
+def _of(e, cb, event_name):
+    "The error, saying in which callback and at which event"
+    why = e.args[0] if e.args else type(e).__name__
+    said = f'Exception occured in `{type(cb).__name__}` when calling event `{event_name}`:\n\t{why}'
+    return modify_exception(e, said, replace=True)
 
-    def add_cb(self, cb):
-        if not _silent(cb): self._listeners = {}
-        return super().add_cb(lean(cb))
+@patch
+def _tell(self:FastLoop, event_name, listeners):
+    "Call the listeners of an event of a batch"
+    gated = event_name in _gated
+    for cb,whole in listeners:
+        if whole: cb(event_name)
+        elif cb.run and (not gated or (cb.run_train if self.training else cb.run_valid)):
+            try: getattr(cb, event_name, noop)()
+            except _cancel: raise
+            except Exception as e:
+                raise _of(e, cb, event_name)
+    self._check()
 
-    def remove_cb(self, cb):
-        if not _silent(cb): self._listeners = {}
-        return super().remove_cb(cb)
+# %% ../../nbs/train/06_loop.ipynb #62d6b083
+@patch
+def add_cb(self:FastLoop, cb # A callback, or its class
+    ): # The Learner
+    "Add a callback, lean if it can be"
+    if not _silent(cb): self._listeners = {}
+    return super(FastLoop, self).add_cb(lean(cb))
 
-    def __getstate__(self):
-        return {k: v for k,v in super().__getstate__().items() if k not in ('_listeners', '_stamp', '_known')}
+@patch
+def remove_cb(self:FastLoop, cb # A callback, or its class
+    ): # The Learner
+    "Remove a callback, or all of a class"
+    if not _silent(cb): self._listeners = {}
+    return super(FastLoop, self).remove_cb(cb)
+
+@patch
+def __getstate__(self:FastLoop):
+    "All but what the loop keeps for itself"
+    return {k: v for k,v in super(FastLoop, self).__getstate__().items() if k not in ('_listeners', '_stamp', '_known')}
 
 # %% ../../nbs/train/06_loop.ipynb #bb8226e3
 @patch
@@ -140,6 +180,7 @@ def draw_batches(self:FastLoop, dl # A loader
     "The batches of a loop"
     return batches_ahead(dl)
 
+# %% ../../nbs/train/06_loop.ipynb #164b3a90
 @patch
 def one_batch(self:FastLoop, i, # Its number in the epoch
               b, # Inputs and targets
@@ -154,6 +195,7 @@ def one_batch(self:FastLoop, i, # Its number in the epoch
     except CancelBatchException: self('after_cancel_batch')
     self('after_batch')
 
+# %% ../../nbs/train/06_loop.ipynb #b5db7e5b
 @patch
 def _do_grad_opt(self:FastLoop):
     try:
@@ -168,6 +210,7 @@ def _do_grad_opt(self:FastLoop):
     self('after_step')
     self.opt.zero_grad()
 
+# %% ../../nbs/train/06_loop.ipynb #263ba1f7
 def _device(o):
     if type(o) is Tensor: return o.device
     with torch._C.DisableTorchFunctionSubclass(): return o.device
@@ -183,6 +226,7 @@ def _set_device(self:FastLoop, b):
         else: return b
     return super(FastLoop, self)._set_device(b)
 
+# %% ../../nbs/train/06_loop.ipynb #d3630a67
 @patch
 def _split(self:FastLoop, b):
     known = self._known
@@ -199,14 +243,19 @@ def n_targets(self:FastLoop, yb # Targets of a batch
     "What the loss of a batch is a mean of"
     return find_bs(yb)
 
+# %% ../../nbs/train/06_loop.ipynb #5c0aa63f
 @patch(as_prop=True)
 def metrics(self:FastLoop):
     "Metrics; functions as `LeanMetric`s"
     return self._metrics
 @patch(set_prop=True)
 def metrics(self:FastLoop, v):
-    self._metrics = L(v).map(lambda m: LeanMetric(m) if not isinstance(m, (type, Metric)) else m() if isinstance(m, type) else m)
+    def made(m):
+        if isinstance(m, type): return m()
+        return m if isinstance(m, Metric) else LeanMetric(m)
+    self._metrics = L(v).map(made)
 
+# %% ../../nbs/train/06_loop.ipynb #92206bea
 @patch(as_prop=True)
 def smooth_loss(self:FastLoop): # A tensor on the CPU
     "The smooth training loss"

@@ -24,6 +24,7 @@ def matmul_dtype(device:torch.device # Where matrices are multiplied
     if native_bf16(device): return torch.bfloat16
     return torch.float16 if torch.cuda.get_device_capability(device) >= (7, 0) else torch.float32
 
+# %% ../../nbs/train/04_muon.ipynb #7e8b399e
 def orthogonal(g, # Matrices: (rows, columns), or (matrices, rows, columns)
                steps:int=3, # Iterations: 3 as in airbench, 5 for larger nets
                dtype:torch.dtype=None, # Of the multiplications; None: `matmul_dtype`
@@ -88,6 +89,7 @@ def _is_dense(t): return t.is_contiguous() or t.ndim > 2 and t.movedim(1, -1).is
 
 def _as(t, p): return t if t.stride() == p.stride() else torch.empty_like(p).copy_(t)
 
+# %% ../../nbs/train/04_muon.ipynb #560eaabe
 @patch
 def _momentum(self:MuonSGD, group, ps, to, lr, wd):
     "Take a Nesterov step on the matrices `to`"
@@ -101,6 +103,7 @@ def _momentum(self:MuonSGD, group, ps, to, lr, wd):
     torch._fused_sgd_(to, grads, bufs, weight_decay=wd, momentum=group['momentum'], lr=lr, dampening=0., nesterov=True,
                       maximize=False, is_first_step=False, grad_scale=None, found_inf=found)
 
+# %% ../../nbs/train/04_muon.ipynb #accec955
 @patch
 def _nesterov(self:MuonSGD, group, ps):
     self._momentum(group, ps, [_rows(p) for p in ps], group['lr']*group['rest'], group['weight_decay'])
@@ -132,4 +135,5 @@ def muon(params, # Model parameters, or a list for each group
          steps=3, # Iterations of the orthogonalisation
     )->TorchOptimizer:
     "Muon as an `opt_func`, with fastai's schedules and checkpoints"
-    return TorchOptimizer(params, MuonSGD, _group, dict(momentum_buffer='grad_avg'), kwargs=dict(rest=rest, steps=steps), lr=lr, mom=mom, wd=wd)
+    return TorchOptimizer(params, MuonSGD, _group, dict(momentum_buffer='grad_avg'),
+                          kwargs=dict(rest=rest, steps=steps), lr=lr, mom=mom, wd=wd)

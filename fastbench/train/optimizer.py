@@ -41,26 +41,40 @@ class TorchOptimizer(Optimizer):
     def _step_supports_amp_scaling(self): # as of torch's optimizers: `found_inf` and `grad_scale` may be set for a step
         return bool(self.kwargs.get('fused') or getattr(self.cls, '_step_supports_amp_scaling', False))
 
-    def step(self, closure=None):
-        if closure is not None: raise NotImplementedError('fastai optimizers currently do not support closure')
-        if self.opt is None: self._build()
-        for h,was in zip(self.hypers, self._was):
-            if h != was: self._push(); break
-        if self.shrink: self._shrink()
-        if len(self.opt.state) < len(self._all): self._fill()
-        with self._told(), self._flat(): self.opt.step()
+# %% ../../nbs/train/03_optimizer.ipynb #ab063e4b
+@patch
+def step(self:TorchOptimizer, closure=None # None: fastai's optimizers take no closure
+    ):
+    "One step of all groups"
+    if closure is not None: raise NotImplementedError('fastai optimizers currently do not support closure')
+    if self.opt is None: self._build()
+    for h,was in zip(self.hypers, self._was):
+        if h != was: self._push(); break
+    if self.shrink: self._shrink()
+    if len(self.opt.state) < len(self._all): self._fill()
+    with self._told(), self._flat(): self.opt.step()
 
-    def zero_grad(self):
-        for p in self._all: p.grad = None
+@patch
+def zero_grad(self:TorchOptimizer):
+    "Forget the gradients"
+    for p in self._all: p.grad = None
 
-    def set_hypers(self, **kwargs):
-        for k,v in kwargs.items(): self.set_hyper(k, v)
+# %% ../../nbs/train/03_optimizer.ipynb #e6922009
+@patch
+def set_hypers(self:TorchOptimizer, **kwargs # Name=value
+    ):
+    "Set hyper-parameters, each for all groups"
+    for k,v in kwargs.items(): self.set_hyper(k, v)
 
-    def set_hyper(self, k, v):
-        if isinstance(v, np.ndarray) and v.shape == (len(self.hypers),): vs = v.tolist()
-        elif isinstance(v, (float, int)): vs = [v]*len(self.hypers)
-        else: return super().set_hyper(k, v)
-        for h,o in zip(self.hypers, vs): h[k] = o
+@patch
+def set_hyper(self:TorchOptimizer, k, # Its name
+              v, # A number, or one for each group
+    ):
+    "Set one hyper-parameter of all groups"
+    if isinstance(v, np.ndarray) and v.shape == (len(self.hypers),): vs = v.tolist()
+    elif isinstance(v, (float, int)): vs = [v]*len(self.hypers)
+    else: return super(TorchOptimizer, self).set_hyper(k, v)
+    for h,o in zip(self.hypers, vs): h[k] = o
 
 # %% ../../nbs/train/03_optimizer.ipynb #5f2a6b6e
 def _fused_devices():
@@ -74,17 +88,21 @@ def _decays(opt, p): return opt.state[p].get('do_wd', True)
 def _check(self:TorchOptimizer):
     "Refuse what torch has no fused kernel for, before the first step"
     can = _fused_devices() if self.kwargs.get('fused') else None
-    bad = next((p for p in self._all if p.requires_grad and not (p.is_floating_point() and p.device.type in can)), None) if can else None
+    if not can: return
+    def fits(p): return not p.requires_grad or p.is_floating_point() and p.device.type in can
+    bad = next((p for p in self._all if not fits(p)), None)
     if bad is not None:
         raise UserError(f"fused {self.cls.__name__} cannot step a {str(bad.dtype)[6:]} parameter on "
                         f"{bad.device.type}: torch {torch.__version__} fuses floating "
                         f"point on {', '.join(can)}; use the foreach one, or fastai's own")
 
+# %% ../../nbs/train/03_optimizer.ipynb #bcb0be2f
 @patch
 def _build(self:TorchOptimizer):
     self._check()
     whole = (True,) if self.shrink else (True, False)
-    parts = [(n, wd, [p for p in pg if self.shrink or _decays(self, p) == wd]) for n,pg in enumerate(self.param_lists) for wd in whole]
+    parts = [(n, wd, [p for p in pg if self.shrink or _decays(self, p) == wd])
+             for n,pg in enumerate(self.param_lists) for wd in whole]
     self._parts = [(n, wd) for n,wd,ps in parts if ps]
     self.opt = self.cls([dict(params=ps, **self._args(n, wd)) for n,wd,ps in parts if ps], **self.kwargs)
     self._decayed = [[p for p in pg if _decays(self, p)] for pg in self.param_lists]
@@ -92,6 +110,7 @@ def _build(self:TorchOptimizer):
     self._convs = [p for p in self._all if p.ndim in (4, 5)] if self.kwargs.get('fused') else []
     self._unpack()
 
+# %% ../../nbs/train/03_optimizer.ipynb #3809f7b7
 @patch
 def _args(self:TorchOptimizer, n, wd):
     h = self.hypers[n]
@@ -112,6 +131,7 @@ def _shrink(self:TorchOptimizer):
         by = 1 - h['lr']*h['wd']
         torch._foreach_mul_(ps, by if skip is None else torch.full_like(found, by).masked_fill_(skip, 1.))
 
+# %% ../../nbs/train/03_optimizer.ipynb #1832f42b
 @patch
 @contextmanager
 def _told(self:TorchOptimizer):
@@ -122,6 +142,7 @@ def _told(self:TorchOptimizer):
     finally:
         for k in told: delattr(self.opt, k)
 
+# %% ../../nbs/train/03_optimizer.ipynb #219a94cd
 @patch
 def _fill(self:TorchOptimizer):
     "Fused SGD fails where some parameters of a group have momentum and others, new to it, have none"
@@ -166,9 +187,11 @@ def state_dict(self:TorchOptimizer):
     def plain(k, v): return int(v) if k == 'step' else v
     def kept(p):
         if self.opt is None: return self._loaded.get(p, {})
-        return {self.slots[k]: plain(k, v) for k,v in self.opt.state.get(p, {}).items() if k in self.slots and v is not None}
+        state = self.opt.state.get(p, {}).items()
+        return {self.slots[k]: plain(k, v) for k,v in state if k in self.slots and v is not None}
     return dict(state=[{**self.state[p], **kept(p)} for p in self._all], hypers=[dict(h) for h in self.hypers])
 
+# %% ../../nbs/train/03_optimizer.ipynb #beff9502
 @patch
 def load_state_dict(self:TorchOptimizer, sd:dict # Of this optimizer, or of fastai's of the same kind
     ):
@@ -186,11 +209,14 @@ def load_state_dict(self:TorchOptimizer, sd:dict # Of this optimizer, or of fast
     kept = [{k: v for k,v in s.items() if k not in self._keep_on_clear} for s in sd['state']]
     for o in kept:
         if o and set(o) != names:
-            refuse(f"it holds {', '.join(sorted(o))} of a parameter, {self.cls.__name__} needs {', '.join(sorted(names)) or 'nothing'}")
-    self.state = defaultdict(dict, {p: {k: v for k,v in s.items() if k in self._keep_on_clear} for p,s in zip(self._all, sd['state'])})
+            refuse(f"it holds {', '.join(sorted(o))} of a parameter, {self.cls.__name__} needs "
+                   f"{', '.join(sorted(names)) or 'nothing'}")
+    self.state = defaultdict(dict)
+    for p,s in zip(self._all, sd['state']): self.state[p] = {k: v for k,v in s.items() if k in self._keep_on_clear}
     self.hypers = L(dict(h) for h in sd['hypers'])
     self._loaded,self.opt = {p: o for p,o in zip(self._all, kept) if o},None
 
+# %% ../../nbs/train/03_optimizer.ipynb #96410f03
 @patch
 def clear_state(self:TorchOptimizer):
     "Forget moments and steps"
@@ -210,17 +236,21 @@ def _unpack(self:TorchOptimizer):
 
 # %% ../../nbs/train/03_optimizer.ipynb #f5bd0817
 def _adam(h):
-    return dict(lr=float(h['lr']), betas=(float(h['mom']), float(h['sqr_mom'])), eps=float(h['eps']), weight_decay=float(h['wd']))
+    return dict(lr=float(h['lr']), betas=(float(h['mom']), float(h['sqr_mom'])), eps=float(h['eps']),
+                weight_decay=float(h['wd']))
 _adam_slots = dict(exp_avg='grad_avg', exp_avg_sq='sqr_avg', step='step')
 
 def _make_adam(cls, impl, params, lr, mom=.9, sqr_mom=.99, eps=1e-5, wd=.01):
-    return TorchOptimizer(params, cls, _adam, _adam_slots, kwargs={impl: True}, lr=lr, mom=mom, sqr_mom=sqr_mom, eps=eps, wd=wd)
+    return TorchOptimizer(params, cls, _adam, _adam_slots, kwargs={impl: True},
+                          lr=lr, mom=mom, sqr_mom=sqr_mom, eps=eps, wd=wd)
 
+# %% ../../nbs/train/03_optimizer.ipynb #dc9bbc2f
 def _sgd(h): return dict(lr=float(h['lr']), momentum=float(h['mom']), weight_decay=float(h['wd']))
 def _plain_sgd(h): return dict(lr=float(h['lr']), weight_decay=float(h['wd']))
 
 def _make_sgd(impl, params, lr, mom=0., wd=0., decouple_wd=True, nesterov=False):
-    return TorchOptimizer(params, torch.optim.SGD, _sgd if mom else _plain_sgd, dict(momentum_buffer='grad_avg') if mom else {}, shrink=decouple_wd,
+    slots = dict(momentum_buffer='grad_avg') if mom else {}
+    return TorchOptimizer(params, torch.optim.SGD, _sgd if mom else _plain_sgd, slots, shrink=decouple_wd,
                           kwargs={impl: True, 'nesterov': nesterov, 'momentum': mom}, lr=lr, mom=mom, wd=wd)
 
 # %% ../../nbs/train/03_optimizer.ipynb #c1f2662a
@@ -238,6 +268,7 @@ def foreach_adamw(params, lr, mom=.9, sqr_mom=.99, eps=1e-5, wd=.01)->TorchOptim
     "fastai's `Adam`, in a few kernels over all parameters"
     return _make_adam(torch.optim.AdamW, 'foreach', params, lr, mom, sqr_mom, eps, wd)
 
+# %% ../../nbs/train/03_optimizer.ipynb #7fdc714a
 def fused_adam(params, lr, mom=.9, sqr_mom=.99, eps=1e-5, wd=.01)->TorchOptimizer: # as for `fused_adamw`
     "fastai's `Adam(decouple_wd=False)`, in one kernel a group"
     return _make_adam(torch.optim.Adam, 'fused', params, lr, mom, sqr_mom, eps, wd)
@@ -246,6 +277,7 @@ def foreach_adam(params, lr, mom=.9, sqr_mom=.99, eps=1e-5, wd=.01)->TorchOptimi
     "fastai's `Adam(decouple_wd=False)`, in a few kernels over all parameters"
     return _make_adam(torch.optim.Adam, 'foreach', params, lr, mom, sqr_mom, eps, wd)
 
+# %% ../../nbs/train/03_optimizer.ipynb #c8a8c9fe
 def fused_sgd(params, # Model parameters, or a list for each group
               lr, # Learning rate
               mom=0., # Momentum: share kept
@@ -261,7 +293,8 @@ def foreach_sgd(params, lr, mom=0., wd=0., decouple_wd=True, nesterov=False)->To
     return _make_sgd('foreach', params, lr, mom, wd, decouple_wd, nesterov)
 
 # %% ../../nbs/train/03_optimizer.ipynb #854a211c
-_known = dict(fused_adamw=fused_adamw, foreach_adamw=foreach_adamw, fused_adam=fused_adam, foreach_adam=foreach_adam, fused_sgd=fused_sgd, foreach_sgd=foreach_sgd)
+_known = dict(fused_adamw=fused_adamw, foreach_adamw=foreach_adamw, fused_adam=fused_adam, foreach_adam=foreach_adam,
+              fused_sgd=fused_sgd, foreach_sgd=foreach_sgd)
 
 def torch_opt(name:str, # adam, adamw or sgd
               impl:str='fused', # fused or foreach

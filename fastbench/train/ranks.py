@@ -51,7 +51,8 @@ def add_up(metrics # fastai's `Metric`s, the same on all ranks
     )->list: # Those that cannot be added up
     "Give each rank what all have accumulated"
     sums = [(m, k) for m in metrics for k in _sums(m)]
-    total = torch.tensor([float(getattr(m, k)) for m,k in sums], dtype=torch.float64, device='cuda' if torch.distributed.get_backend() == 'nccl' else 'cpu')
+    device = 'cuda' if torch.distributed.get_backend() == 'nccl' else 'cpu'
+    total = torch.tensor([float(getattr(m, k)) for m,k in sums], dtype=torch.float64, device=device)
     torch.distributed.all_reduce(total)
     for (m,k),v in zip(sums, total.cpu().unbind()): setattr(m, k, v)
     kept = [m for m in metrics if isinstance(m, AccumMetric)]
@@ -82,35 +83,65 @@ class RankTrainer(DistributedTrainer):
                             '(torchrun tells them who they are), or give it rank and world_size')
         return dl
 
-    def _repeats(self, yes):
-        if isinstance(self.dl, RankDL): self.dl.repeats = yes
-    def before_train(self):
-        super().before_train()
-        self._repeats(True)
-    def before_validate(self):
-        super().before_validate()
-        self._repeats(False)
-    def after_batch(self):
-        if not self.training and isinstance(self.dl, RankDL) and self.dl.no_more(self.iter): self.learn.yb = ()
+# %% ../../nbs/train/02_ranks.ipynb #f9a1934e
+@patch
+def _repeats(self:RankTrainer, yes):
+    "May the loader deal some items twice?"
+    if isinstance(self.dl, RankDL): self.dl.repeats = yes
 
-    def after_train(self):
-        if self._recorded('train_metrics'): self._add_up(self.learn.metrics)
-    def after_validate(self):
-        if self._recorded('valid_metrics'): self._add_up([self.recorder.loss, *self.learn.metrics])
-    def _recorded(self, which):
-        return num_distrib() > 1 and not self._predicts and getattr(getattr(self.learn, 'recorder', None), which, False)
-    def _add_up(self, metrics):
-        own = add_up(metrics)
-        if own and not self._told and not rank_distrib():
-            warnings.warn(f'{", ".join(o.name for o in own)}: of each process its own part only; name what adds up in the metric\'s `sums`', stacklevel=2)
-        self._told = self._told or bool(own)
+@patch
+def before_train(self:RankTrainer):
+    "Training takes some items twice where their number does not divide"
+    super(RankTrainer, self).before_train()
+    self._repeats(True)
+
+@patch
+def before_validate(self:RankTrainer):
+    "A validation set is dealt without repeats"
+    super(RankTrainer, self).before_validate()
+    self._repeats(False)
+
+@patch
+def after_batch(self:RankTrainer):
+    "A batch of nothing but a repeat is not counted"
+    if not self.training and isinstance(self.dl, RankDL) and self.dl.no_more(self.iter): self.learn.yb = ()
+
+# %% ../../nbs/train/02_ranks.ipynb #288d3cd8
+@patch
+def after_train(self:RankTrainer):
+    "Add up the training metrics of all ranks"
+    if self._recorded('train_metrics'): self._add_up(self.learn.metrics)
+
+@patch
+def after_validate(self:RankTrainer):
+    "Add up the loss and the metrics of all ranks"
+    if self._recorded('valid_metrics'): self._add_up([self.recorder.loss, *self.learn.metrics])
+
+@patch
+def _recorded(self:RankTrainer, which):
+    "Does the recorder of several ranks write `which`?"
+    return num_distrib() > 1 and not self._predicts and getattr(getattr(self.learn, 'recorder', None), which, False)
+
+@patch
+def _add_up(self:RankTrainer, metrics):
+    "Add up `metrics`, and say once which cannot be"
+    own = add_up(metrics)
+    if own and not self._told and not rank_distrib():
+        names = ', '.join(o.name for o in own)
+        warnings.warn(f"{names}: of each process its own part only; name what adds up in the metric's `sums`",
+                      stacklevel=2)
+    self._told = self._told or bool(own)
 
 # %% ../../nbs/train/02_ranks.ipynb #f0c36a24
 def _cut(o, n):
-    return o[:n] if isinstance(o, (Tensor, L)) else type(o)(_cut(p, n) for p in o) if isinstance(o, (tuple, list)) else o
+    "The first `n` of each of the results"
+    if isinstance(o, (Tensor, L)): return o[:n]
+    return type(o)(_cut(p, n) for p in o) if isinstance(o, (tuple, list)) else o
 
 def _lengths(o):
-    return [len(o)] if isinstance(o, (Tensor, L)) else [n for p in o for n in _lengths(p)] if isinstance(o, (tuple, list)) else []
+    "How many each of the results has"
+    if isinstance(o, (Tensor, L)): return [len(o)]
+    return [n for p in o for n in _lengths(p)] if isinstance(o, (tuple, list)) else []
 
 def joined(parts # What `get_preds` gave on each rank: tensors, `L`s, tuples of these, or None
     ): # One after the other
@@ -120,12 +151,14 @@ def joined(parts # What `get_preds` gave on each rank: tensors, `L`s, tuples of 
     if not isinstance(o, (Tensor, L)): return o
     return to_concat(parts) if all(isinstance(p, Tensor) for p in parts) else L(i for p in parts for i in p)
 
+# %% ../../nbs/train/02_ranks.ipynb #90fb7011
 @patch
 def _by_itself(self:RankTrainer, get_preds, *args, **kwargs):
     self._predicts = True  # nothing is added up: where one fails the others must not wait for it there
     try: return get_preds(*args, **kwargs)
     finally: self._predicts = False
 
+# %% ../../nbs/train/02_ranks.ipynb #7392886f
 @patch
 def all_preds(self:RankTrainer,
               get_preds, # Of a Learner
@@ -146,13 +179,21 @@ def all_preds(self:RankTrainer,
     if isinstance(dl, RankDL): dl = dl.dl
     if isinstance(dl, (list, tuple)): return get_preds(ds_idx, dl, reorder=reorder, **kwargs)
     if new or dl.drop_last: dl = dl.new(shuffle=False, drop_last=False)
-    if hasattr(dl, 'world_size') and dl.n < dl.world_size:
-        dl = dl.new(rank=0, world_size=1)
-        res = get_preds(ds_idx, _Alone(dl), reorder=False, **kwargs)
-        return nested_reorder(res, torch.tensor(dl.mine).argsort()) if reorder else res
+    if hasattr(dl, 'world_size') and dl.n < dl.world_size: return _alone(get_preds, ds_idx, dl, reorder, **kwargs)
     dl = self._wrap_dl(dl)
     if not hasattr(type(dl), 'mine'):
         raise UserError(f'{type(dl).__name__} does not tell which items are whose: get_preds is for one process here')
+    return _gathered(get_preds, ds_idx, dl, reorder, **kwargs)
+
+# %% ../../nbs/train/02_ranks.ipynb #931e129e
+def _alone(get_preds, ds_idx, dl, reorder, **kwargs):
+    "Fewer items than ranks: each predicts all of them"
+    dl = dl.new(rank=0, world_size=1)
+    res = get_preds(ds_idx, _Alone(dl), reorder=False, **kwargs)
+    return nested_reorder(res, torch.tensor(dl.mine).argsort()) if reorder else res
+
+def _gathered(get_preds, ds_idx, dl, reorder, **kwargs):
+    "Predict the part of this rank, and put together those of all"
     try: res,why = get_preds(ds_idx, dl, reorder=False, **kwargs),None
     except Exception as e: res,why = None,e
     idxs,res,whys = zip(*_of_all((dl.mine, res and _cut(res, len(dl.mine)), why and f'{type(why).__name__}: {why}')))
