@@ -4,12 +4,15 @@
 
 # %% auto #0
 __all__ = ['Recipe', 'kinds', 'check_field', 'Kind', 'but', 'as_dict', 'defaults_of', 'upgrade', 'register', 'register_suite',
-           'recipes', 'suites', 'published', 'typical_seconds', 'get_recipe', 'expand', 'Rung', 'Ladder',
+           'recipes', 'suites', 'published', 'typical_seconds', 'finder', 'get_recipe', 'expand', 'Rung', 'Ladder',
            'register_ladder', 'ladders', 'get_ladder']
 
 # %% ../nbs/02_recipe.ipynb #fe892491
+import traceback
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
+
+from fastcore.basics import patch
 
 from .errors import UserError, unknown
 from .rules import check_setting, either, one_of, optional, points, real, setting, switch, text, whole, yes_no
@@ -63,7 +66,8 @@ def kinds()->dict: # Name -> class
     _load()
     return dict(_kinds)
 
-def _load(): import_module('fastbench.experiments')  # at the first question: they need the kinds, and those this room
+def _load():  # at the first question: they need the kinds, and those this room
+    for o in ('experiments', 'own.kind'): import_module(f'fastbench.{o}')
 
 def _check_known(cls, changes):
     "Refuse a field that `cls` does not have"
@@ -88,6 +92,7 @@ def check_field(kind:type, # `Recipe` or a kind
 class Kind(Recipe):
     "What every kind of training answers; a kind is a frozen dataclass that inherits from it"
     was = None  # what Runs of older versions call it
+    quiet = False  # is what it prints nobody's to see?
 
     def __init_subclass__(cls, kind=True, **kwargs): # kind: False for a base of several kinds
         super().__init_subclass__(**kwargs)
@@ -126,6 +131,55 @@ class Kind(Recipe):
     def switch_on(self, learn): # The Learner, made
         "Add to `learn` what only this kind has: callbacks, a memory format"
 
+# %% ../nbs/02_recipe.ipynb #5a0ecdec
+@patch
+def build(self:Kind, bs:int, # Samples per batch
+          device=None, # Where to train
+          offline:bool=False, # Never open a connection
+          **kwargs, # For the Learner: loss_func, opt_func, lr, wd
+    ): # A Learner
+    "The Learner, with its data"
+    return self.make_learner(self.make_dls(bs, device, offline), offline=offline, **kwargs)
+
+@patch
+def fit(self:Kind, learn): # learn: as `build` made it
+    "Train as the recipe says"
+    if self.schedule == 'one_cycle': learn.fit_one_cycle(self.epochs, self.lr)
+    elif self.schedule == 'linear': learn.fit_linear(self.epochs, self.lr, self.knots)
+    else: learn.fit(self.epochs, self.lr)
+
+# %% ../nbs/02_recipe.ipynb #59c6966d
+@patch
+def switches(self:Kind): # A recipe
+    "Where it stands what is to be switched on: precision, `compile`, `target` and the like"
+    return self
+
+@patch
+def sized(self:Kind, learn): # learn: as `build` made it
+    "The recipe with the batch size in effect: data may be less than a batch"
+    return but(self, bs=getattr(learn.dls, 'info', {}).get('bs', self.bs))
+
+@patch
+def ready(self:Kind): "Refuse what cannot run, before a process is started for it"
+
+@patch
+def leave(self:Kind, learn): "Put back what making `learn`, which may be None, has changed of the process"
+
+@patch
+def facts(self:Kind, learn)->dict: # learn: as `build` made it
+    "What is known of the data"
+    return dict(getattr(learn.dls, 'info', {}))
+
+@patch
+def origin(self:Kind)->dict: # file, function, commit, dirty, sha256
+    "Of which version of its user's code a Run is, where it is of any"
+    return {}
+
+@patch
+def story(self:Kind, e)->str: # e: what was raised
+    "How an error came about"
+    return ''.join(traceback.format_exception(type(e), e, e.__traceback__))
+
 # %% ../nbs/02_recipe.ipynb #d497ad5e
 def but(recipe:Recipe, # Where to start
         **changes, # New values of its fields; kind: the name of another kind
@@ -146,7 +200,12 @@ def _find_kind(name):
 def as_dict(recipe:Recipe # What was asked for
     )->dict: # Field -> value, and `kind`
     "A recipe as a Run keeps it"
-    return dict(kind=type(recipe).__name__) | vars(recipe)
+    return dict(kind=type(recipe).__name__) | {k: _words(v) for k,v in vars(recipe).items()}
+
+def _words(v):
+    "Functions and classes by name, which is the same in every process"
+    if isinstance(v, tuple): return tuple(map(_words, v))
+    return f'{v.__module__}.{v.__qualname__}' if hasattr(v, '__qualname__') else v
 
 def defaults_of(kind:str|None # As a Run has it
     )->dict: # Field -> default; those of any training where this version has no such kind
@@ -209,26 +268,40 @@ def typical_seconds(recipe:Recipe # As it is to be run
     if not seconds or but(known, **free) != recipe: return None
     return seconds*recipe.epochs/known.epochs*recipe.sample/known.sample
 
+# %% ../nbs/02_recipe.ipynb #616309f2
+_finders = []
+
+def finder(f): # Called with what was asked for; returns a recipe, or None where it is not of its kind
+    "Decorator: recipes may also be found by `f`"
+    _finders.append(f)
+    return f
+
 # %% ../nbs/02_recipe.ipynb #d06dc9e2
-def get_recipe(recipe:str|Recipe, # A name, or a recipe
+def get_recipe(recipe:str|Recipe, # A name, a recipe, a function that returns a Learner, or its name: `train.py:make`
                **changes, # New values of its fields
     )->Recipe: # The recipe asked for
     "A recipe by name, with `changes`"
-    if isinstance(recipe, str):
-        known = recipes()
-        if recipe not in known: raise UserError(unknown('recipe', recipe, list(known)))
-        recipe = known[recipe]
-    elif not isinstance(recipe, Recipe):
-        raise UserError(f'{recipe!r} is no recipe: give a name (`fastbench list` shows them) or a Recipe')
+    if isinstance(recipe, str) and recipe in recipes(): recipe = recipes()[recipe]
+    elif not isinstance(recipe, Recipe): recipe = _ask_finders(recipe) or _no_recipe(recipe)
     return but(recipe, **changes)
+
+def _ask_finders(o):
+    _load()
+    return next((r for f in _finders if (r := f(o)) is not None), None)
+
+def _no_recipe(o, kind='recipe', known=_registry):
+    if isinstance(o, str): raise UserError(unknown(kind, o, list(known)))
+    raise UserError(f'{o!r} is no recipe: give a name (`fastbench list` shows them), a Recipe, or a function that '
+                    'returns a Learner')
 
 def expand(names # Names of recipes and suites, mixed
     )->list: # Recipes, in order
     "The recipes that `names` stand for"
     known = {**suites(), **_registry}
-    for o in names:
-        if o not in known: raise UserError(unknown('recipe or suite', o, list(known)))
-    return [get_recipe(r, **v) for o in names for r in _suites.get(o, (o,)) for v in _variants.get(o, ({},))]
+    def each(o):
+        if o not in known: return [_ask_finders(o) or _no_recipe(o, 'recipe or suite', known)]
+        return [get_recipe(r, **v) for r in _suites.get(o, (o,)) for v in _variants.get(o, ({},))]
+    return [r for o in names for r in each(o)]
 
 # %% ../nbs/02_recipe.ipynb #af46f4a4
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ def explain(e:BaseException, # What ended the training
         of = f'a batch of {bs}' if bs else 'a batch'
         return (f"out of memory on {device}: {of} does not fit beside what is there; a smaller bs, bs='largest', "
                 f"precision='mixed' or GradientCheckpointing need less ({type(e).__name__}: {first})")
+    if isinstance(e, EOFError) and 'reading a line' in first:
+        return f'{type(e).__name__}: {first}: it asks for input, and nobody is there to answer; make it a parameter'
     why = next((v for k,v in _lost.items() if v and k in str(e)), None)
     if why is None: return f'{type(e).__name__}: {first}'
     return f'{device} failed: {first}; {why}'

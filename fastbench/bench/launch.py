@@ -7,8 +7,8 @@ __all__ = ['GRACE', 'start_method', 'CannotStart', 'Interrupted', 'Signals', 'la
 
 # %% ../../nbs/bench/03_launch.ipynb #e5c7f537
 import multiprocessing, os, select, signal, sys, threading, time, traceback
-from collections import Counter
-from contextlib import contextmanager, suppress
+from collections import Counter, deque
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from ..machine.environment import environment, variables
@@ -47,13 +47,14 @@ def _hear(control, main):
         while control.recv_bytes(): poke()
     poke()
 
-def _settle(stop, control, offline, born_with):
+def _settle(stop, control, offline, born_with, output):
     "Make this process one that can train"
     if hasattr(os, 'setsid'): os.setsid()
     for s in (*_STOPS, _POKE): signal.signal(s, stop.handle)
     _mask('SIG_UNBLOCK')
     threading.Thread(target=_hear, args=(control, threading.main_thread().ident), daemon=True).start()
     multiprocessing.set_start_method(None, force=True)  # else the loader's processes would be started the way this one was
+    if output is not None: os.dup2(output.fileno(), 2)
     with suppress(OSError): os.dup2(2, 1)  # whatever a library prints: stdout is the parent's answer
     for k,v in born_with.items(): _set(k, v)
     import warnings
@@ -63,6 +64,58 @@ def _settle(stop, control, offline, born_with):
         if hub := sys.modules.get('huggingface_hub.constants'):
             hub.HF_HUB_OFFLINE = True  # it was read when the fork server started
 
+# %% ../../nbs/bench/03_launch.ipynb #68cad10f
+def _pack(recipe):
+    import cloudpickle
+    try: return cloudpickle.dumps(recipe)
+    except UserError: raise
+    except Exception as e:
+        raise UserError(f'{recipe.name} cannot be sent to a fresh process ({type(e).__name__}: {e}). What it uses of a '
+                        'notebook must be what can be pickled: put it into a file, which the process imports') from None
+
+def _unpack(parcel):
+    import pickle
+    try: return pickle.loads(parcel)
+    except (ImportError, AttributeError) as e:
+        raise UserError(f'the fresh process does not find what the recipe is made of ({e}). It imports from installed '
+                        'packages: put the code into a file, and name that: train.py:make') from None
+
+# %% ../../nbs/bench/03_launch.ipynb #4cc6a6b1
+class _Output:
+    "What a process prints, of which the end is kept"
+    def __init__(self, ctx, keep=2**14): # ctx: of multiprocessing; keep: bytes
+        self.ours,self.theirs = ctx.Pipe(duplex=False)
+        self.end,self.keep = deque(),keep
+        self.reader = threading.Thread(target=self._read, daemon=True)
+
+    def _read(self):
+        with suppress(OSError):
+            while got := os.read(self.ours.fileno(), 2**16):
+                self.end.append(got[-self.keep:])
+                while sum(map(len, self.end)) - len(self.end[0]) > self.keep: self.end.popleft()
+
+    def __enter__(self): self.reader.start()
+    def __exit__(self, *exc): self.theirs.close()
+
+    def tell(self, tell): # tell: called with a dict
+        "The last lines"
+        self.theirs.close()
+        self.reader.join(1)
+        lines = b''.join(self.end)[-self.keep:].decode(errors='replace').rstrip().splitlines()
+        if lines and tell: tell(dict(phase='said', lines=lines[-20:]))
+
+# %% ../../nbs/bench/03_launch.ipynb #4325a692
+def _left_running():
+    "A warning of processes that a training has started, and that have not ended with it"
+    import psutil
+    def is_own(p):
+        with suppress(psutil.Error): return 'multiprocessing' not in ' '.join(p.cmdline())
+    with suppress(psutil.Error):
+        loaders = {o.pid for o in multiprocessing.active_children() if o.daemon}
+        left = [p.pid for p in psutil.Process().children(recursive=True) if p.pid not in loaders and is_own(p)]
+        if left: return [f'{len(left)} processes that the training started still ran when it was over: they were ended']
+    return []
+
 # %% ../../nbs/bench/03_launch.ipynb #7b14a02e
 def _room(conn):
     "Would a message fit?"
@@ -71,17 +124,19 @@ def _room(conn):
     p.register(conn, select.POLLOUT)
     return bool(p.poll(0))
 
-def _child(conn, control, recipe, folder, offline, born_with, options):
+def _child(conn, control, parcel, folder, offline, born_with, output, options):
     stop = _Stop()
     def tell(o):
         stop.phase = o['phase'] if o['phase'] in ('fit', 'done') else stop.phase
         with suppress(OSError):
             if _room(conn): conn.send(('progress', o))
     try:
-        _settle(stop, control, offline, born_with)
+        _settle(stop, control, offline, born_with, output)
         tell(dict(phase='start', pid=os.getpid()))
         from fastbench.bench.run import run_recipe
-        last = 'run', str(save(run_recipe(recipe, tell=tell, stop=stop, offline=offline, **options), folder))
+        run = run_recipe(_unpack(parcel), tell=tell, stop=stop, offline=offline, **options)
+        run.warnings += _left_running()
+        last = 'run', str(save(run, folder)), run.status
     except UserError as e: last = 'refused', type(e).__name__, str(e)
     except KeyboardInterrupt: last = ('interrupted',)
     except Exception as e: last = 'error', f'{type(e).__name__}: {e}', traceback.format_exc()
@@ -206,29 +261,35 @@ def _listen(conn, control, process, tell, signals):
 def _end(process):
     process.join(60)
     if process.exitcode is None: process.kill()  # said all it had to say, and does not end
+    with suppress(OSError, AttributeError): os.killpg(process.pid, signal.SIGKILL)  # what it started, and left
 
 # %% ../../nbs/bench/03_launch.ipynb #eb2acd6a
-def launch(recipe, # A `Recipe` or its name
+def launch(recipe, # A `Recipe` or its name, a function that returns a Learner or its name
            folder=FOLDER, # Where its Run is kept
            tell=None, # Called with a dict now and then: how far it is
            offline:bool=False, # Never open a connection
            repeat:int=0, # Which repeat this is: added to the seed
+           show_output:bool=False, # Let through what a function of one's own prints
            **options, # Of `run_recipe`: device, changes
     )->str: # The file of the Run
     "Run `recipe` in a fresh process; `Interrupted` after a signal, `UserError` where nothing could be run"
     recipe,folder = get_recipe(recipe),Path(folder).absolute()
+    recipe.ready()
     check_folder(folder)
     kind = start_method()
     ctx = multiprocessing.get_context(kind)
     (here,there),(theirs,ours) = ctx.Pipe(duplex=False),ctx.Pipe(duplex=False)
-    args = there, theirs, recipe, str(folder), offline, _born_with(), dict(options, repeat=repeat)
+    output = _Output(ctx) if recipe.quiet and not show_output else None
+    args = (there, theirs, _pack(recipe), str(folder), offline, _born_with(), output and output.theirs,
+            dict(options, repeat=repeat))
     process = ctx.Process(target=_child, args=args)
-    with here, ours, Signals() as signals:
+    with here, ours, output or nullcontext(), Signals() as signals:
         with there, theirs: _start(process, kind, signals)
         try: last = _listen(here, ours, process, tell or (lambda o: None), signals)
         finally:
             ours.close()
             _end(process)
+        if output and last[0] != 'refused' and last[2:] != ('ok',): output.tell(tell)
         return _outcome(last, signals.got, recipe, repeat, folder, process.exitcode)
 
 # %% ../../nbs/bench/03_launch.ipynb #7ae6f622

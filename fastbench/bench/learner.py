@@ -24,7 +24,7 @@ from ..callback.cpu.onednn import OneDNNLinear, check_onednn
 from ..callback.limit import FirstBatches
 from ..train.muon import muon
 from ..train.optimizer import torch_opt
-from ..recipe import Recipe, but, get_recipe
+from ..recipe import Recipe, get_recipe
 from ..train.learner import find_device, precision_on
 from ..text.recipes import keep_best
 from ..train.batch_size import free  # adds find_batch_size
@@ -48,7 +48,9 @@ _opts = dict(adam=partial(Adam, decouple_wd=False), adamw=Adam, sgd=partial(SGD,
 _opts |= {f'{impl}_{o}': torch_opt(o, impl, **(dict(mom=.9) if o == 'sgd' else {}))
           for impl in ('fused', 'foreach') for o in ('adam', 'adamw', 'sgd')}
 
-def _opt_func(r): return _opts[r.opt] if r.eps is None else partial(_opts[r.opt], eps=r.eps)
+def _opt_func(r):
+    if r.opt is None: return None
+    return _opts[r.opt] if r.eps is None else partial(_opts[r.opt], eps=r.eps)
 
 def _loss_func(r):
     return LabelSmoothingCrossEntropyFlat(eps=r.label_smoothing) if r.label_smoothing else CrossEntropyLossFlat()
@@ -56,13 +58,13 @@ def _loss_func(r):
 # %% ../../nbs/bench/00_learner.ipynb #c5affece
 def _build(r, device, offline):
     "Data and model as the kind of `r` makes them"
+    bs = 1 if r.bs == 'largest' else r.bs
     with seeded(r.seed):
-        dls = r.make_dls(1 if r.bs == 'largest' else r.bs, device, offline)
-        return r.make_learner(dls, offline=offline, loss_func=_loss_func(r), opt_func=_opt_func(r), lr=r.lr, wd=r.wd)
+        return r.build(bs, device, offline, loss_func=_loss_func(r), opt_func=_opt_func(r.switches()), lr=r.lr, wd=r.wd)
 
 def _check(r, device, precision):
     "Refuse what this device cannot do, and fields without an effect"
-    check_precision(precision.rpartition('-')[2], device)
+    if precision: check_precision(precision.rpartition('-')[2], device)
     if r.tf32: check_tf32(device)
     if r.keep_memory: check_malloc(device)
     if r.onednn: check_onednn(device, precision, r.compile)
@@ -78,13 +80,12 @@ def _switch_on(learn, r, precision):
     if r.ema is not None: learn.add_cb(EMACallback(r.ema))
     if r.best: keep_best(learn)
     if r.batches: learn.add_cb(FirstBatches(r.batches))
+    if precision is None: return learn  # as it was made
     half,_,dtype = precision.rpartition('-')
     if half: return learn.to_half(dtype)
     return learn if dtype == 'fp32' else getattr(learn, f'to_{dtype}')()
 
 # %% ../../nbs/bench/00_learner.ipynb #8a344f7b
-def _batch_size(learn, r): return getattr(learn.dls, 'info', {}).get('bs', r.bs)  # data may be less than a batch
-
 def _largest(learn, r, device, offline):
     "The Learner of `r` at the largest batch that trains"
     found = learn.find_batch_size(start=16, memory=r.memory)
@@ -97,16 +98,17 @@ def _largest(learn, r, device, offline):
     return learn
 
 # %% ../../nbs/bench/00_learner.ipynb #3fe3f089
-def bench_learner(recipe:str|Recipe, # A recipe or its name
+def bench_learner(recipe:str|Recipe, # A recipe or its name, a function that returns a Learner or its name
                   device=None, # Where to train; fastai's default device if None
                   offline:bool=False, # Never open a connection
                   **changes, # New values of the recipe's fields: `bs=32`, `precision='bf16'`
     ): # A `BenchLearner`: an ordinary fastai Learner, with the recipe as `learn.recipe`
     "The Learner that `recipe` describes"
     r,device = get_recipe(recipe, **changes),find_device(device)
-    precision = precision_on(r.precision, device)
-    _check(r, device, precision)
+    on = r.switches()
+    precision = precision_on(on.precision, device)
+    _check(on, device, precision)
     learn = _build(r, device, offline)
-    learn.recipe = r if r.bs == 'largest' else but(r, bs=_batch_size(learn, r))
-    _switch_on(learn, r, precision)
+    learn.recipe = r if r.bs == 'largest' else r.sized(learn)
+    _switch_on(learn, on, precision)
     return _largest(learn, r, device, offline) if r.bs == 'largest' else learn

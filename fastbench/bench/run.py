@@ -6,7 +6,7 @@
 __all__ = ['Watch', 'run_recipe']
 
 # %% ../../nbs/bench/02_run.ipynb #4f9ec3fa
-import math, time, traceback, warnings
+import math, time, warnings
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from fastai.torch_core import set_seed
 
 import fastbench.measure.profiler  # adds profile
 import fastbench.train.schedule  # adds fit_linear
+from ..measure.clock import train_precision
 from ..measure.energy import Energy
 from ..measure.profiler import Profiler
 from ..callback.target import TimeToAccuracy, epoch_values
@@ -30,7 +31,7 @@ from ..measure.phases import to_dict
 from ..errors import UserError
 from ..recipe import Recipe, as_dict, get_recipe
 from ..runs.record import Run, plain
-from ..train.learner import find_device
+from ..train.learner import Switches, find_device
 
 # %% ../../nbs/bench/02_run.ipynb #d9957b1d
 class _Glimpse:
@@ -56,6 +57,9 @@ class Watch(Callback):
         self._looked,self.seen = -math.inf,[]
         self.diverged = self.stopped = False
         self._finite = _Glimpse()
+
+    def before_fit(self):
+        if self.diverged or self.stopped: raise CancelFitException  # a fit of several
 
     def after_batch(self):
         now = time.monotonic()
@@ -86,7 +90,7 @@ def _about(device):
         return dict(kind=device.type, name=torch.cuda.get_device_name(device))  # a part of a GPU, which the driver does not list
 
 # %% ../../nbs/bench/02_run.ipynb #d3828251
-def run_recipe(recipe:str|Recipe, # What to run
+def run_recipe(recipe:str|Recipe, # What to run: a recipe or its name, a function that returns a Learner or its name
                device=None, # Where; fastai's default device if None
                offline:bool=False, # Never open a connection
                repeat:int=0, # Which repeat this is; its seed is the recipe's plus this
@@ -102,23 +106,26 @@ def run_recipe(recipe:str|Recipe, # What to run
     tell(dict(phase='data'))
     set_seed(r.seed)
     idle = glance(device)  # before anything of ours makes it busy
-    run = Run(recipe=as_dict(r), repeat=repeat, seed=r.seed, precision=dict(asked=r.precision), device=_about(device))
+    asked = dict(asked=r.switches().precision)
+    run = Run(recipe=as_dict(r), repeat=repeat, seed=r.seed, precision=asked, device=_about(device), source=r.origin())
     try: learn,run.warnings = _build(r, device, offline)
     except UserError: raise
-    except Exception as e: learn = _failed(run, e, device)
+    except Exception as e: learn = _failed(run, e, device, r)
     run.environment = environment()
-    if learn:
-        _describe(run, r, learn)
-        _train(learn, r, run, tell, stop, device, energy, idle)
+    try:
+        if learn:
+            _describe(run, r, learn)
+            _train(learn, r, run, tell, stop, device, energy, idle)
+    finally: r.leave(learn)
     return run
 
-def _failed(run, e, device):
+def _failed(run, e, device, r):
     "Write down the error; the first line of it, but of a loader process's the last"
     lines = str(e).strip().splitlines()
     run.status = 'failed'
     of_loader = 'Original Traceback' in str(e)
     run.error = f'{type(e).__name__}: {lines[-1]}' if of_loader else explain(e, device, run.recipe.get('bs'))
-    run.traceback = ''.join(traceback.format_exception(type(e), e, e.__traceback__))
+    run.traceback = r.story(e)
 
 # %% ../../nbs/bench/02_run.ipynb #4cfc0a43
 _home = Path(fastbench.__file__).parent
@@ -135,21 +142,20 @@ def _build(r, device, offline):
 
 def _describe(run, r, learn):
     "What is really used"
-    info = dict(getattr(learn.dls, 'info', {}))
+    info = r.facts(learn)
     run.recipe = plain({k: info.get(k) if v is None else v for k,v in as_dict(learn.recipe).items()})
     changed = {k: v for k,v in plain(as_dict(r)).items() if v is not None and v != run.recipe[k]}
     if changed: run.asked = changed
     if hasattr(learn, 'largest'): run.largest = learn.largest
-    run.data,run.precision['effective'] = info,learn.precision
+    run.data,run.precision['effective'] = info,_precision(learn)
     run.weights = getattr(learn, 'weights', None) or f'random, seed {r.seed}'
+
+def _precision(learn): return learn.precision if isinstance(learn, Switches) else train_precision(learn)
 
 # %% ../../nbs/bench/02_run.ipynb #7bd5c354
 def _fit(learn, r, stop):
     if stop(): raise KeyboardInterrupt
-    with learn.no_bar(), learn.no_logging():
-        if r.schedule == 'one_cycle': learn.fit_one_cycle(r.epochs, r.lr)
-        elif r.schedule == 'linear': learn.fit_linear(r.epochs, r.lr, r.knots)
-        else: learn.fit(r.epochs, r.lr)
+    with learn.no_bar(), learn.no_logging(): r.fit(learn)
 
 def _on_test(learn):
     "Loss and metrics on a set that nothing was chosen by"
@@ -163,7 +169,8 @@ def _at_rest(state, idle):
     return {**state, 'gpu': {**state['gpu'], 'busy': idle['gpu']['busy']}}
 
 def _train(learn, r, run, tell, stop, device, energy, idle):
-    watch,goal = Watch(tell, stop, partial(glance, device)),TimeToAccuracy(r.target, tell=lambda o: None) if r.target else None
+    watch,target = Watch(tell, stop, partial(glance, device)),r.switches().target
+    goal = TimeToAccuracy(target, tell=lambda o: None, whole=True) if target else None
     learn.profile(flops=bool(goal)).add_cbs([watch] + ([goal] if goal else []) + ([Energy()] if energy else []))
     before = _at_rest(machine_state(device), idle)
     tell(dict(phase='fit'))
@@ -172,7 +179,7 @@ def _train(learn, r, run, tell, stop, device, energy, idle):
         _fit(learn, r, stop)
         run.status = 'diverged' if watch.diverged else 'interrupted' if watch.stopped else 'ok'
     except KeyboardInterrupt: run.status = 'interrupted'
-    except Exception as e: _failed(run, e, device)
+    except Exception as e: _failed(run, e, device, r)
     run.seconds = time.perf_counter() - start - learn.profiler.counting if run.status != 'diverged' else None
     tell(dict(phase='done'))
     run.profile,run.epochs = to_dict(learn.profiler.profile),watch._history

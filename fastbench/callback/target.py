@@ -26,15 +26,16 @@ class TimeToAccuracy(DuringFit):
         metric:str='accuracy', # As fastai prints it: a metric's name, valid_loss
         comp=None, # np.less where less is better, np.greater; None: by the name
         tell=print, # Gets one line after the fit
+        whole:bool=False, # Count from the first fit on: `fine_tune` has two
     ):
         if not isinstance(target, (int, float)) or not isfinite(target):
             raise UserError(f'target={target!r} cannot be: the value of {metric} to reach is a number')
         if comp is None: comp = np.less if 'loss' in metric or 'error' in metric else np.greater
-        self.target,self.metric,self.comp,self.tell = target,metric,comp,tell
+        self.target,self.metric,self.comp,self.tell,self.whole = target,metric,comp,tell,whole
         self._clear()
 
     def _clear(self):
-        self._begin,self.best,self.history = None,None,[]
+        self._begin,self._first,self.best,self.history = None,None,None,[]
         self.reached = self.seconds = self.total_seconds = self.epochs = None
 
     def switch_on(self):
@@ -42,8 +43,11 @@ class TimeToAccuracy(DuringFit):
         names = [*dict.fromkeys([*(m.name for m in self.learn.metrics), 'valid_loss'])]
         if self.metric not in names:
             raise UserError(unknown('metric', self.metric, names) + '; pass metrics= to the Learner')
-        self._clear()
-        self._validating,self._trained,self._begin = 0.,False,perf_counter()
+        if self.whole and self.reached is not None: raise CancelFitException(f'{self.metric} has reached {self.target}')
+        if not self.whole or self._first is None:
+            self._clear()
+            self._validating,self._first = 0.,perf_counter()
+        self._trained,self._begin = False,self._first
 
     def before_train(self): self._trained = True
     def before_validate(self): self._entered = perf_counter()

@@ -15,14 +15,14 @@ import typer
 from ..errors import UserError
 from ..recipe import but, expand, get_recipe, suites
 from ..runs.store import FOLDER, check_folder, load
-from .terminal import (AtPrecision, Device, Json, Offline, Out, app, argument, draw, field,
+from .terminal import (AtPrecision, Device, Json, Offline, Out, ShowOutput, app, argument, draw, field,
                                         flag, full, given, names_like, option, print_json, print_runs, run_all, samples)
 
 # %% ../../nbs/command/01_train.ipynb #457aa9f7
 @app.command()
 def run(
-    names:argument(Optional[list[str]], 'What to run; `quick` if nothing is named.', metavar='RECIPE|SUITE',
-                   autocompletion=names_like, show_default=False)=None,
+    names:argument(Optional[list[str]], 'What to run, also a function that returns a Learner; `quick` if nothing is named.',
+                   metavar='RECIPE|SUITE|FILE.py[:FUNCTION]', autocompletion=names_like, show_default=False)=None,
     repeats:option(int, 'Runs of each recipe, each in a fresh process, with seeds one apart.', min=1)=1,
     precision:AtPrecision=None,
     batch_size:option(samples, 'Samples per batch.', parser=samples, metavar='INTEGER|largest')=None,
@@ -38,6 +38,7 @@ def run(
     out:Out=Path(FOLDER),
     plot:option(Path, "Write the picture of the suite's table here, as PNG or SVG.")=None,
     energy:flag('Count joules of each epoch, where the machine can; needs the extra `energy`.', '--energy')=False,
+    show_output:ShowOutput=False,
     offline:Offline=False,
     as_json:Json=False,
 ):
@@ -50,7 +51,8 @@ def run(
     todo = [o for name in names for o in _variants(name, changes)]
     check_folder(out)
     refused = {}
-    paths,code = run_all(todo, repeats, out, refused, device=device, offline=offline, energy=energy)
+    paths,code = run_all(todo, repeats, out, refused, device=device, offline=offline, energy=energy,
+                         show_output=show_output)
     kept = [load(o) for o in paths]
     if as_json: print_json([full(o) for o in kept])
     else: print_runs(kept, repeats)

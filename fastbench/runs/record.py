@@ -34,7 +34,7 @@ def when(id:str # Of a Run, or any file's name
     return found[1] if found else ''
 
 # %% ../../nbs/runs/01_record.ipynb #0b122ba3
-ADDED = ('asked', 'goal', 'largest', 'test', 'noise', 'traceback')  # fields of a Run that stand in its file only where there is something
+ADDED = ('asked', 'goal', 'largest', 'test', 'noise', 'traceback', 'source')  # fields of a Run that stand in its file only where there is something
 
 @dataclass
 class Run:
@@ -63,6 +63,7 @@ class Run:
     test: dict = field(default_factory=dict)  # loss and metrics on a set that nothing was chosen by
     noise: dict = field(default_factory=dict)  # what others did meanwhile
     traceback: str = ''  # of the error
+    source: dict = field(default_factory=dict)  # of a function of one's own: file, function, commit, dirty, sha256
     extra: dict = field(default_factory=dict)  # what a caller wrote down, and the fields of a later version
 
     path = None  # the file that holds it, once it is saved or was loaded: not part of the Run
@@ -229,10 +230,12 @@ def from_head(text:str, # The beginning of what `to_json` wrote
 def title(self:Run)->str: # recipe, precision, device, data
     "What ran where, in one line"
     p,d = self.precision,self.data
-    prec = str(p.get('effective') or self.recipe.get('precision', ''))
+    prec = str(p.get('effective') or self.recipe.get('precision') or '')
     if p.get('asked') not in (None, p.get('effective')): prec += f" (asked: {p['asked']})"
     data = str(d.get('name', '')) + (f" (asked: {d['asked']})" if d.get('asked') not in (None, d.get('name')) else '')
-    return ' · '.join(str(o) for o in (self.recipe.get('name', ''), prec, self.device.get('name', ''), data, f"batch {self.recipe.get('bs')}") if o)
+    bs = self.recipe.get('bs')
+    each = self.recipe.get('name', ''),prec,self.device.get('name', ''),data,f'batch {bs}' if bs else ''
+    return ' · '.join(str(o) for o in each if o)
 
 @patch(as_prop=True)
 def table(self:Run): # A `Table`, without rows if nothing was measured or the Run diverged

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['lean_classes', 'SmoothLoss', 'LeanLoss', 'LeanMetric', 'LeanRecorder', 'LeanProgress', 'LeanTrainEval', 'LeanCast',
-           'LeanSchedule', 'lean']
+           'LeanSchedule', 'lean', 'lean_callback']
 
 # %% ../../nbs/train/01_fast_callbacks.ipynb #bbc9a7d8
 from bisect import bisect_right
@@ -92,6 +92,11 @@ def value(self:SmoothLoss):
     "The smooth loss after the last step"
     self._work_out()
     return self._blocks[-1][(self.count-1) % self.size] if self.count else torch.tensor(torch.nan)
+
+@patch
+def keep(self:SmoothLoss, losses:list): # losses: one a step, of a fit before
+    "Show them until the next fit begins"
+    self._steps = losses
 
 # %% ../../nbs/train/01_fast_callbacks.ipynb #98838f57
 def _times(mean, n):
@@ -229,4 +234,17 @@ def lean(cb # A callback, or a class of callbacks
     "Make `cb` lean if it can be"
     if type(cb) is ParamScheduler:
         object.__setattr__(cb, '__class__', LeanSchedule)  # a callback would warn of a name that the Learner has too
+    return cb
+
+# %% ../../nbs/train/01_fast_callbacks.ipynb #90d55296
+def lean_callback(cb # Of a Learner that was made without the lean loop
+    ): # The same callback
+    "Give a callback of fastai the class that is lean, with what it has measured"
+    cls = lean_classes.get(type(cb))
+    if cls is None: return lean(cb)
+    losses = list(getattr(cb, 'losses', ()))
+    object.__setattr__(cb, '__class__', cls)
+    if cls is LeanRecorder:
+        cb.loss,cb.smooth_loss = LeanLoss(),SmoothLoss(cb.smooth_loss.beta)
+        cb.smooth_loss.keep(losses)
     return cb
