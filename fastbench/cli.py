@@ -10,7 +10,8 @@ import sys
 
 import typer
 
-from .command import train, keep, ab, compare, report, ladder, doctor, selftest  # each adds its commands, in this order
+# each adds its commands, in this order
+from .command import train, keep, ab, compare, report, ladder, doctor, selftest
 from .errors import UserError
 from .command.terminal import app, complain
 
@@ -21,9 +22,11 @@ def _misused(e):
     ctx = getattr(e, 'ctx', None)
     if type(e).__name__ == 'NoArgsIsHelpError': print(ctx.get_help())
     else:
-        print(f"fastbench: {' '.join(e.format_message().split()).rstrip('.')}. `{ctx.command_path if ctx else 'fastbench'} --help` shows what there is", file=sys.stderr)
+        said,command = ' '.join(e.format_message().split()).rstrip('.'),ctx.command_path if ctx else 'fastbench'
+        print(f'fastbench: {said}. `{command} --help` shows what there is', file=sys.stderr)
     return e.exit_code
 
+# %% ../nbs/04_cli.ipynb #5eb3a306
 def main():
     "The `fastbench` command; of a reader that goes away (`fastbench list | head`) typer takes care"
     for o in (sys.stdout, sys.stderr):

@@ -22,8 +22,8 @@ TORCH_FREE = '''
     errors rules experiments measure.bound vision.images vision.kinds text.kinds text.sources text.split
     recipe runs.figures runs.record machine.environment machine.noise compare.doctor measure.phases
     measure.palette measure.table compare.ladder compare.precision runs.store runs.query bench.launch
-    compare.verdict compare.sides compare.runs compare.ab page.charts page.html page.raw page.sections page.report
-    command.terminal cli machine.download'''.split()
+    compare.verdict compare.sides compare.runs compare.ab page.charts page.html page.raw page.sections page.details
+    page.report command.terminal cli machine.download'''.split()
 HEAVY = 'torch torchvision fastai transformers timm pandas matplotlib'.split()
 # Modules that no notebook writes
 BY_HAND = {'__init__', '__main__', '_modidx'}

@@ -47,6 +47,7 @@ def _why_not(precision, device, allow_emulation):
     return (f": this {kind} only emulates bfloat16, slower than fp32; use precision={instead}"
             ', or MixedPrecision(allow_emulation=True) to measure that')
 
+# %% ../../nbs/callback/12_amp.ipynb #7fe4da91
 def check_precision(precision:str, # fp32, fp16 or bf16
                     device:torch.device, # Where to train
                     allow_emulation:bool=False, # Accept a bf16 that the device only emulates
@@ -76,6 +77,7 @@ class _Cast:
         if k.startswith('_'): raise AttributeError(k)
         return getattr(self._model, k)
 
+# %% ../../nbs/callback/12_amp.ipynb #e926dc23
 def _no_primitive(model, args, e):
     name = 'bf16' if args['dtype'] == torch.bfloat16 else 'fp16'
     return (f"precision {name}: PyTorch cannot compute {type(model).__name__} in it on this {args['device_type']} "
@@ -93,6 +95,7 @@ def map_tensors(f, # Called with each tensor
     if isinstance(o, tuple) and hasattr(o, '_fields'): return type(o)(*map(part, o))
     return type(o)(map(part, o)) if type(o) in (list, tuple, L) else o
 
+# %% ../../nbs/callback/12_amp.ipynb #7a0ce363
 def _like_mapping(o, new, inplace):
     "`new` as a mapping of the type of `o`, or `o` itself with what is new"
     if type(o) is dict: return new
@@ -124,23 +127,27 @@ class Scaler(GradScaler):
     "A `GradScaler` that knows that the gradients are unscaled already"
     current,asked = None,False
 
-    def unscale_(self, optimizer # Whose gradients
-        ):
-        "As PyTorch's; where the gradients are unscaled already, the first call has nothing to do"
-        if self.current is None or optimizer is self.current: return super().unscale_(optimizer)
-        if self.asked: raise RuntimeError(_twice)
-        self.asked = True
+# %% ../../nbs/callback/12_amp.ipynb #3f6888b1
+@patch
+def unscale_(self:Scaler, optimizer # Whose gradients
+    ):
+    "As PyTorch's; where the gradients are unscaled already, the first call has nothing to do"
+    if self.current is None or optimizer is self.current: return super(Scaler, self).unscale_(optimizer)
+    if self.asked: raise RuntimeError(_twice)
+    self.asked = True
 
-    def update(self, new_scale=None # Instead of what the steps since the last one ask for
-        ):
-        "As PyTorch's"
-        self.current,self.asked = None,False
-        super().update(new_scale)
+@patch
+def update(self:Scaler, new_scale=None # Instead of what the steps since the last one ask for
+    ):
+    "As PyTorch's"
+    self.current,self.asked = None,False
+    super(Scaler, self).update(new_scale)
 
-    @property
-    def value(self): # A tensor of one number; None before the first loss
-        "The scale, where it is: nobody waits for it"
-        return self._scale
+# %% ../../nbs/callback/12_amp.ipynb #725f78b7
+@patch(as_prop=True)
+def value(self:Scaler): # A tensor of one number; None before the first loss
+    "The scale, where it is: nobody waits for it"
+    return self._scale
 
 # %% ../../nbs/callback/12_amp.ipynb #e47af1d7
 class MixedPrecision(DuringFit, FastaiMixedPrecision):
@@ -160,15 +167,16 @@ class MixedPrecision(DuringFit, FastaiMixedPrecision):
     @property
     def dtype(self): return torch.float16 if self.amp_mode == AMPMode.FP16 else torch.bfloat16
 
-    @property
-    def scales(self): # A list of floats
-        "The loss scale at each step that was taken"
-        return self._log.read().scales
+# %% ../../nbs/callback/12_amp.ipynb #9552bd80
+@patch(as_prop=True)
+def scales(self:MixedPrecision): # A list of floats
+    "The loss scale at each step that was taken"
+    return self._log.read().scales
 
-    @property
-    def skipped(self): # A list of ints
-        "The steps, by `train_iter`, whose gradients overflowed"
-        return self._log.read().skipped
+@patch(as_prop=True)
+def skipped(self:MixedPrecision): # A list of ints
+    "The steps, by `train_iter`, whose gradients overflowed"
+    return self._log.read().skipped
 
 # %% ../../nbs/callback/12_amp.ipynb #d4a46b5a
 @patch
@@ -186,6 +194,7 @@ def _prepare(self:MixedPrecision):
 def _new_scaler(self:MixedPrecision, device_type):
     return Scaler(device_type, **dict(self.kwargs, enabled=self.amp_mode == AMPMode.FP16))
 
+# %% ../../nbs/callback/12_amp.ipynb #40a32ce4
 @patch
 def before_fit(self:MixedPrecision):
     self._prepare()
@@ -217,6 +226,7 @@ def after_pred(self:MixedPrecision): self.learn.pred = to_float(self.pred)
 @patch
 def after_loss(self:MixedPrecision): pass
 
+# %% ../../nbs/callback/12_amp.ipynb #879abaca
 @patch
 def _restore(self:MixedPrecision):
     "Put the model back, and forget what was under way"
@@ -250,6 +260,7 @@ def after_backward(self:MixedPrecision):
     self._scaler.unscale_(self._grads)
     self._scaler.current = self._grads
 
+# %% ../../nbs/callback/12_amp.ipynb #5e08f703
 @patch
 def _all_grads(self:MixedPrecision): return [p.grad for p in self.opt.all_params().itemgot(0) if p.grad is not None]
 
@@ -266,6 +277,7 @@ def _on_device(self:MixedPrecision):
     if self._way is None or self._way[0] != id(self.opt): self._way = id(self.opt),skips_on_device(self.opt)
     return self._way[1]
 
+# %% ../../nbs/callback/12_amp.ipynb #cbce4a6c
 @patch
 def before_step(self:MixedPrecision):
     if self._grads is None: return
@@ -307,6 +319,7 @@ def _save_scale(self:MixedPrecision):
     state = self._scaler.state_dict()
     for h in _hypers(self.opt): h.update(loss_scale=state['scale'], loss_scale_steps=state['_growth_tracker'])
 
+# %% ../../nbs/callback/12_amp.ipynb #b492c5f9
 @patch
 def _load_scale(self:MixedPrecision):
     saved = _hypers(self.opt)[0] if self.opt is not None else {}

@@ -25,8 +25,10 @@ def conv_weights(model # A `nn.Module`
     ps = (p for m in convs for p in m._parameters.values() if p is not None and not is_lazy(p) and p.ndim in _formats)
     return list({id(p): p for p in ps}.values())
 
+# %% ../../nbs/callback/15_channelslast.ipynb #92b8ecef
 def _lay(t, strides):
-    return t if t.stride() == strides else torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+    if t.stride() == strides: return t
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 @torch.no_grad()
 def lay(p, # A parameter

@@ -59,34 +59,38 @@ class GradientCheckpointing(DuringFit):
     order,name = MixedPrecision.order+1,'checkpointing'
     def __init__(self,
         every:int=1, # Each n-th block: 1 saves most, more costs less
-        modules=None, # Which modules are blocks: a class, several, or a function of a module; found by structure if None
+        modules=None, # Which are blocks: a class, several, or a function of a module; found by structure if None
     ):
         if not isinstance(every, int) or every < 1:
             raise UserError(f'every={every!r} cannot be: each n-th block, a whole number from 1')
         self.every,self.modules = every,modules
 
-    def switch_on(self):
-        model = self.learn.model
-        own = None if self.modules or self.every > 1 else _own_switch(model)
-        if own: return self.at_end(own())
-        found = self._blocks(model)
-        if not found:
-            raise UserError(f'gradient checkpointing: {type(model).__name__} has no repeated blocks (or none that was '
-                            'asked for); '
-                            'name them: GradientCheckpointing(modules=MyBlock)')
-        for o in found[::self.every]: self.at_end(override(o, 'forward', _Checkpointed(o)))
+# %% ../../nbs/callback/08_checkpointing.ipynb #daa0a6b2
+@patch
+def switch_on(self:GradientCheckpointing):
+    "Override the forward of the blocks, or turn on the model's own switch"
+    model = self.learn.model
+    own = None if self.modules or self.every > 1 else _own_switch(model)
+    if own: return self.at_end(own())
+    found = self._blocks(model)
+    if not found:
+        raise UserError(f'gradient checkpointing: {type(model).__name__} has no repeated blocks (or none that was '
+                        'asked for); name them: GradientCheckpointing(modules=MyBlock)')
+    for o in found[::self.every]: self.at_end(override(o, 'forward', _Checkpointed(o)))
 
 # %% ../../nbs/callback/08_checkpointing.ipynb #6ea1e60d
 @patch
 def _blocks(self:GradientCheckpointing, model):
     if self.modules is None: return find_blocks(model)
     kinds = isinstance(self.modules, (type, tuple, list))
-    chosen = [o for o in model.modules() if (isinstance(o, tuple(self.modules) if isinstance(self.modules, list) else self.modules) if kinds else self.modules(o))]
+    kind = tuple(self.modules) if isinstance(self.modules, list) else self.modules
+    chosen = [o for o in model.modules() if (isinstance(o, kind) if kinds else self.modules(o))]
     inner = {id(m) for o in chosen for m in o.modules() if m is not o}
     return [o for o in chosen if id(o) not in inner]
 
+# %% ../../nbs/callback/08_checkpointing.ipynb #06646400
 def _own_switch(model):
-    "The model's own switch, as a function that turns it on and returns what turns it off; None where there is none that will do"
+    "The model's own switch: a function that turns it on and returns what turns it off; None where none will do"
     if any(isinstance(m, _NormBase) for m in model.modules()): return None
     if getattr(model, 'supports_gradient_checkpointing', False):
         def on():

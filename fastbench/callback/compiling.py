@@ -25,27 +25,36 @@ def _n_graphs():
     from torch._dynamo.utils import counters
     return counters['stats']['unique_graphs']
 
+# %% ../../nbs/callback/07_compiling.ipynb #a97303c9
 class _Call:
     "The compiled call of a model"
     def __init__(self, model, tell, options):
         self.model,self.tell,self.ways = model,tell,set()
-        self.marks = options.get('mode') in ('reduce-overhead', 'max-autotune')  # CUDA graphs reuse the memory of the last output
+        # CUDA graphs reuse the memory of the last output
+        self.marks = options.get('mode') in ('reduce-overhead', 'max-autotune')
         self.f = torch.compile(model._call_impl, **options)
 
-    def way(self):
-        m,device = self.model,next((p.device.type for p in self.model.parameters()), 'cpu')
-        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return m.training, torch.is_grad_enabled(), cast, hash(tuple((p.requires_grad, p.dtype) for p in m.parameters()))
+# %% ../../nbs/callback/07_compiling.ipynb #085e3986
+@patch
+def way(self:_Call
+    )->tuple:
+    "What a compilation is expected for"
+    m,device = self.model,next((p.device.type for p in self.model.parameters()), 'cpu')
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    params = hash(tuple((p.requires_grad, p.dtype) for p in m.parameters()))
+    return m.training, torch.is_grad_enabled(), cast, params
 
-    def __call__(self, *args, **kwargs):
-        n = _n_graphs()
-        if self.marks: torch.compiler.cudagraph_mark_step_begin()
-        res = self.f(*args, **kwargs)
-        if _n_graphs() > n:
-            way = self.way()
-            if way in self.ways: self.tell()
-            self.ways.add(way)
-        return res
+@patch
+def __call__(self:_Call, *args, **kwargs):
+    "Call the model; tell of a compilation that was not expected"
+    n = _n_graphs()
+    if self.marks: torch.compiler.cudagraph_mark_step_begin()
+    res = self.f(*args, **kwargs)
+    if _n_graphs() > n:
+        way = self.way()
+        if way in self.ways: self.tell()
+        self.ways.add(way)
+    return res
 
 # %% ../../nbs/callback/07_compiling.ipynb #656eeb80
 class Compile(DuringFit):
@@ -53,12 +62,13 @@ class Compile(DuringFit):
     order,name,_stateattrs = MixedPrecision.order+2,'compiling',('_call', '_seen')
     def __init__(self,
         mode:str|None=None, # 'default', 'reduce-overhead' (CUDA graphs), 'max-autotune'; the backend's default if None
-        dynamic:bool|None=None, # Code for any size (True), for each size (False), or for any from the second size on (None)
+        dynamic:bool|None=None, # Code for any size (True), for each (False), or for any from the second on (None)
         fullgraph:bool=False, # An error where the model cannot be one graph
         backend:str='inductor', # A name of `torch.compiler.list_backends()`, or a function
         predictions:bool=False, # Also for validate, get_preds and predict outside of a fit
     ):
-        self._options = {k: v for k,v in dict(mode=mode, dynamic=dynamic, fullgraph=fullgraph, backend=backend).items() if v is not None}
+        options = dict(mode=mode, dynamic=dynamic, fullgraph=fullgraph, backend=backend)
+        self._options = {k: v for k,v in options.items() if v is not None}
         self.predictions,self.reasons,self._warned = predictions,[],False
         self._init_state()
 
@@ -66,20 +76,25 @@ class Compile(DuringFit):
         super()._init_state()
         self._call,self._seen = None,None
 
-    @property
-    def recompiles(self): # How many
-        "Compilations beyond those that a fit needs; `reasons` has PyTorch's own words"
-        return len(self.reasons)
+# %% ../../nbs/callback/07_compiling.ipynb #adb44f6c
+@patch(as_prop=True)
+def recompiles(self:Compile): # How many
+    "Compilations beyond those that a fit needs; `reasons` has PyTorch's own words"
+    return len(self.reasons)
 
-    def switch_on(self):
-        if self._since and not self.predictions: return
-        model = self.learn.model
-        if self._call is None or self._call.model is not model: self._call = self._compile(model)
-        model._compiled_call_impl = self._attempt
+@patch
+def switch_on(self:Compile):
+    "The model runs compiled from here on"
+    if self._since and not self.predictions: return
+    model = self.learn.model
+    if self._call is None or self._call.model is not model: self._call = self._compile(model)
+    model._compiled_call_impl = self._attempt
 
-    def switch_off(self):
-        model = self._call and self._call.model
-        if model is not None and model._compiled_call_impl == self._attempt: del model._compiled_call_impl
+@patch
+def switch_off(self:Compile):
+    "The model runs as it was"
+    model = self._call and self._call.model
+    if model is not None and model._compiled_call_impl == self._attempt: del model._compiled_call_impl
 
 # %% ../../nbs/callback/07_compiling.ipynb #0068a8c1
 @patch
@@ -101,20 +116,28 @@ def _line(e):
     lines = [o.strip() for o in str(e).splitlines() if o.strip()]
     return f'{type(e).__name__}: {lines[0] if lines else ""}'.rstrip('.: ')
 
+# %% ../../nbs/callback/07_compiling.ipynb #b5f07e19
 _tools = ('InvalidCxxCompiler', 'CppCompileError', 'TritonMissing', 'TritonUnavailableError')
 
+def _tip(text, args):
+    "What is likely to be wrong where a compilation failed with `text`"
+    if any(isinstance(o, TensorBase) for o in args):
+        return "fastai's types cannot be traced; the Learner lacks its default callback CastToTensor"
+    if text.startswith(_tools) or 'C compiler' in text:
+        return 'it needs a C++ compiler (apt install g++, or CXX) on a CPU and Triton on a GPU'
+    return 'the model may hold what torch.compile cannot follow'
+
+# %% ../../nbs/callback/07_compiling.ipynb #384f4baa
 @patch
 def _attempt(self:Compile, *args, **kwargs):
     from torch._dynamo.exc import TorchDynamoException
     try: return self._call(*args, **kwargs)
     except (TorchDynamoException, RecursionError) as e:
         text = _line(e)
-        tip = ("fastai's types cannot be traced; the Learner lacks its default callback CastToTensor" if any(isinstance(o, TensorBase) for o in args) else
-               'it needs a C++ compiler (apt install g++, or CXX) on a CPU and Triton on a GPU' if text.startswith(_tools) or 'C compiler' in text else
-               'the model may hold what torch.compile cannot follow')
+        tip = _tip(text, args)
         raise UserError(f"compile: backend {self._options['backend']!r} failed on {type(self._call.model).__name__} "
-                        f"({text}); {tip}. Train without Compile, "
-                        "or try backend='aot_eager' to see where it fails") from e
+                        f"({text}); {tip}. Train without Compile, or try backend='aot_eager' to see where it "
+                        'fails') from e
 
 # %% ../../nbs/callback/07_compiling.ipynb #b63cf32c
 @patch
@@ -129,6 +152,8 @@ def _tell(self:Compile):
     self.reasons += new[::-1][-1:] or ['torch does not say why']
     if self._warned: return
     self._warned = True
-    cure = ('a batch of another size, often the last one: drop_last=True for the loader, or Compile(dynamic=True)' if 'size mismatch' in self.reasons[-1] else
-            'TORCH_LOGS=recompiles tells more')
-    warnings.warn(f'compile: the model was compiled again, which takes as long as the first time ({self.reasons[-1]}): {cure}. Said once; learn.compiling.recompiles counts')
+    cure = 'TORCH_LOGS=recompiles tells more'
+    if 'size mismatch' in self.reasons[-1]:
+        cure = 'a batch of another size, often the last one: drop_last=True for the loader, or Compile(dynamic=True)'
+    warnings.warn('compile: the model was compiled again, which takes as long as the first time '
+                  f'({self.reasons[-1]}): {cure}. Said once; learn.compiling.recompiles counts')

@@ -24,6 +24,7 @@ def _by_kind(pairs):
         for ts,t in zip(res[a.device, a.dtype], (a, b)): ts.append(t)
     return res
 
+# %% ../../nbs/callback/04_ema.ipynb #c947b30c
 @torch.no_grad()
 def lerp(pairs, # Of tensors: new, averaged
          decay:float|None, # Share of the average that is kept, 0 to 1; None: what is new is copied
@@ -52,32 +53,53 @@ class EMACallback(Callback):
         self.decay,self.every,self.keep = decay,every,keep
         self.average,self._updates,self._on,self._swapped = None,0,False,False
 
-    def before_train(self):
-        if self._on: return
-        self.average = AveragedModel(self.learn.model, use_buffers=True)
-        self._on,self._steps,self._updates = True,0,0
-        when_cut(self.learn, self._stop)
+# %% ../../nbs/callback/04_ema.ipynb #2a6ec272
+@patch
+def before_train(self:EMACallback):
+    "Begin an average, once a fit"
+    if self._on: return
+    self.average = AveragedModel(self.learn.model, use_buffers=True)
+    self._on,self._steps,self._updates = True,0,0
+    when_cut(self.learn, self._stop)
 
-    def after_batch(self):
-        if not self.training: return
-        self._steps += 1
-        if self._steps % self.every == 0: self._update()
+@patch
+def after_batch(self:EMACallback):
+    "Count a step, and update at each `every`th"
+    if not self.training: return
+    self._steps += 1
+    if self._steps % self.every == 0: self._update()
 
-    def _update(self):
-        lerp(self._pairs(), self.decay**self.every if self._updates else None)
-        self._updates += 1
-        self.average.n_averaged += 1  # on the host
+@patch
+def _update(self:EMACallback):
+    "Move the average"
+    lerp(self._pairs(), self.decay**self.every if self._updates else None)
+    self._updates += 1
+    self.average.n_averaged += 1  # on the host
 
-    def before_validate(self): self._swap(self._on and self._updates > 0)
-    def after_validate(self): self._swap(False)
-    def after_cancel_validate(self): self._swap(False)
+# %% ../../nbs/callback/04_ema.ipynb #5e6c738c
+@patch
+def before_validate(self:EMACallback):
+    "Validate with the average"
+    self._swap(self._on and self._updates > 0)
 
-    def after_fit(self):
-        if not self._on or self.learn.lock.locked(): return  # a validation inside the fit ends, not the fit
-        keep = self.keep and self._updates > 0
-        self._stop()
-        if keep:
-            for a,b in self._pairs(): a.data.copy_(b.data)
+@patch
+def after_validate(self:EMACallback):
+    "Train on with the raw weights"
+    self._swap(False)
+
+@patch
+def after_cancel_validate(self:EMACallback):
+    "Train on with the raw weights"
+    self._swap(False)
+
+@patch
+def after_fit(self:EMACallback):
+    "End with the average, if it is to be kept"
+    if not self._on or self.learn.lock.locked(): return  # a validation inside the fit ends, not the fit
+    keep = self.keep and self._updates > 0
+    self._stop()
+    if keep:
+        for a,b in self._pairs(): a.data.copy_(b.data)
 
 # %% ../../nbs/callback/04_ema.ipynb #9cd12c82
 @patch

@@ -168,33 +168,6 @@ class _InWindow(MixedPrecision):
     "A `MixedPrecision` whose model is called with 16-bit weights"
     _half,_planned = None,None
 
-    def _is_open(self): return self._half is not None and self._half.is_open
-
-    def _open(self, model):
-        if isinstance(model, DistributedDataParallel): raise UserError(_no_ddp)
-        if self._half is None: self._half,self._planned = _Half(self.dtype),None
-        if self._planned is not model: self._half.plan(model)
-        self._planned = model
-        self._half.open()
-
-    def _close(self):
-        if self._is_open(): self._half.close()
-
-    def _forward(self, model, args, kwargs):
-        inside,ok = self._is_open(),False
-        if not inside: self._open(model)
-        try:
-            pred = _compute(model, self.dtype, args, kwargs)
-            ok = True
-            return pred
-        finally:
-            if not ok or not inside and not torch.is_grad_enabled(): self._close()
-
-    def _drop(self):
-        "The copies go"
-        self._restore()
-        self._half = self._planned = None
-
     @property
     def learn(self): return self._learn
     @learn.setter
@@ -203,6 +176,44 @@ class _InWindow(MixedPrecision):
             if self._is_open(): raise UserError(_not_now)
             self._drop()
         MixedPrecision.learn.fset(self, v)
+
+# %% ../../nbs/callback/13_half.ipynb #1446560a
+@patch
+def _is_open(self:_InWindow):
+    "Are the weights in 16 bits now?"
+    return self._half is not None and self._half.is_open
+
+@patch
+def _open(self:_InWindow, model):
+    "The weights of `model` in 16 bits from here on"
+    if isinstance(model, DistributedDataParallel): raise UserError(_no_ddp)
+    if self._half is None: self._half,self._planned = _Half(self.dtype),None
+    if self._planned is not model: self._half.plan(model)
+    self._planned = model
+    self._half.open()
+
+@patch
+def _close(self:_InWindow):
+    "The weights as they were"
+    if self._is_open(): self._half.close()
+
+# %% ../../nbs/callback/13_half.ipynb #9039d969
+@patch
+def _forward(self:_InWindow, model, args, kwargs):
+    inside,ok = self._is_open(),False
+    if not inside: self._open(model)
+    try:
+        pred = _compute(model, self.dtype, args, kwargs)
+        ok = True
+        return pred
+    finally:
+        if not ok or not inside and not torch.is_grad_enabled(): self._close()
+
+@patch
+def _drop(self:_InWindow):
+    "The copies go"
+    self._restore()
+    self._half = self._planned = None
 
 # %% ../../nbs/callback/13_half.ipynb #c9fe533d
 class HalfPrecision(_InWindow):
@@ -222,28 +233,54 @@ class HalfPrecision(_InWindow):
 
     def before_train(self): self._planned = None
     def before_validate(self): self._planned = None
-    def before_batch(self):
-        if not isinstance(self.learn.model, _Call): self.learn.model = self._cast = _Call(self, self.learn.model)
-    def after_pred(self):
-        super()._restore()  # the model's call is over, the window is not
-        super().after_pred()
-    def before_backward(self):
-        super().before_backward()
-        if self._is_open(): self._half.hold()
-    def after_backward(self):
-        self._close()
-        super().after_backward()
-    def before_step(self):
-        super().before_step()
-        if self.clip is not None: nn.utils.clip_grad_norm_(self.learn.model.parameters(), self.clip)
-    def after_batch(self):
-        if self.training: self._close()
-    def after_fit(self):
-        super().after_fit()
-        self._drop()
-    def _restore(self):
-        super()._restore()
-        self._close()
+
+# %% ../../nbs/callback/13_half.ipynb #c1713337
+@patch
+def before_batch(self:HalfPrecision):
+    "The model's call goes through the window"
+    if not isinstance(self.learn.model, _Call): self.learn.model = self._cast = _Call(self, self.learn.model)
+
+@patch
+def after_pred(self:HalfPrecision):
+    "The model is itself again; the window stays open for the backward"
+    super(HalfPrecision, self)._restore()  # the model's call is over, the window is not
+    super(HalfPrecision, self).after_pred()
+
+@patch
+def before_backward(self:HalfPrecision):
+    "Set fp32 gradients of earlier batches aside"
+    super(HalfPrecision, self).before_backward()
+    if self._is_open(): self._half.hold()
+
+@patch
+def after_backward(self:HalfPrecision):
+    "The window closes"
+    self._close()
+    super(HalfPrecision, self).after_backward()
+
+# %% ../../nbs/callback/13_half.ipynb #36f835ad
+@patch
+def before_step(self:HalfPrecision):
+    "Clip what is unscaled"
+    super(HalfPrecision, self).before_step()
+    if self.clip is not None: nn.utils.clip_grad_norm_(self.learn.model.parameters(), self.clip)
+
+@patch
+def after_batch(self:HalfPrecision):
+    "The window closes, also where nothing came after the call"
+    if self.training: self._close()
+
+@patch
+def after_fit(self:HalfPrecision):
+    "The copies go"
+    super(HalfPrecision, self).after_fit()
+    self._drop()
+
+@patch
+def _restore(self:HalfPrecision):
+    "However a batch ends, the window closes"
+    super(HalfPrecision, self)._restore()
+    self._close()
 
 # %% ../../nbs/callback/13_half.ipynb #3a1a1b10
 @patch

@@ -22,6 +22,7 @@ class _Overridden:
 
 def _same(o): return o
 
+# %% ../../nbs/callback/00_override.ipynb #608e592b
 def override(m, # An object, such as an `nn.Module`
              name, # Of its method
              f, # Called instead, with what it overrides as its first argument
@@ -40,11 +41,12 @@ def _give_back(m, name, o, entry):
     if o.was: vars(m)[name] = o.own
     else: del vars(m)[name]
 
+# %% ../../nbs/callback/00_override.ipynb #c028ba93
 def has_method(m, # An object
                name, # Of its method
                *classes, # Where it may come from
     )->bool:
-    "Is a method that of one of `classes`, and not of a subclass or of the object alone? Whoever overrides it now does not count"
+    "Is a method that of one of `classes`, not of a subclass or of the object alone, whoever overrides it now?"
     o = getattr(m, name, None)
     if isinstance(o, _Overridden): o = o.own
     return hasattr(o, '__func__') and any(o.__func__ is getattr(cls, name, None) for cls in classes)

@@ -24,6 +24,7 @@ def _time(text):
     if not found or not float(found[1]): raise typer.BadParameter(f'{text!r} is no time: write 90s, 10m or 1h')
     return float(found[1])*dict(m=60, min=60, h=3600).get(found[2], 1)
 
+# %% ../../nbs/command/06_ab.ipynb #5fcaf2a5
 @app.command()
 def ab(
     a:argument(str, 'A recipe.', metavar='A', autocompletion=names_like),

@@ -221,6 +221,7 @@ def complain(e): # e: the error
     say(f"fastbench: {' '.join(str(e).split())}")
     return 3 if isinstance(e, NotComparable) else 4 if isinstance(e, (DataUnavailable, NotKept, CannotStart)) else 2
 
+# %% ../../nbs/command/00_terminal.ipynb #7aaafaf2
 def run_all(todo, # Recipes
             repeats, # Of each
             out, # Folder of the Runs
@@ -247,6 +248,7 @@ def _stopped(paths, e):
     for o in paths: say(f'  {o}')
     return paths, 128 + getattr(e, 'signum', 2)
 
+# %% ../../nbs/command/00_terminal.ipynb #911be39f
 def near(path): # path: of a file
     "`path` as one would type it here"
     return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path

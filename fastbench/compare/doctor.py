@@ -49,6 +49,7 @@ def spread(times:list # Seconds of runs of the same, in the order they ran
     if n < 2: raise UserError(f'{len(times)} runs tell nothing of their spread: it takes four or more')
     return dict(sd=sd, low=sd*sqrt(n/chi2.ppf(.975, n)), high=sd*sqrt(n/chi2.ppf(.025, n)), pairs=n)
 
+# %% ../../nbs/compare/08_doctor.ipynb #83f24152
 def sight(times:list, # Seconds of runs of the same, in the order they ran
           each:float, # Seconds that a run takes in all, with its start
           effects=(.01, .05, .10), # Slowdowns to be seen
@@ -61,8 +62,11 @@ def sight(times:list, # Seconds of runs of the same, in the order they ran
         res.append(dict(effect=effect, threshold=threshold, pairs=n, low=lo, high=hi, seconds=2*n*each))
     return res
 
+# %% ../../nbs/compare/08_doctor.ipynb #bc679774
 def _long(secs):
-    return f'{secs:.0f} s' if secs < 100 else f'{secs/60:.0f} minutes' if secs < 6000 else f'{secs/3600:.1f} hours' if secs < 1e5 else f'{secs/86400:,.0f} days'
+    if secs < 100: return f'{secs:.0f} s'
+    if secs < 6000: return f'{secs/60:.0f} minutes'
+    return f'{secs/3600:.1f} hours' if secs < 1e5 else f'{secs/86400:,.0f} days'
 
 def in_words(o:dict, # One of `sight`
              what:str='', # What ran
@@ -70,14 +74,18 @@ def in_words(o:dict, # One of `sight`
     "What this machine can see"
     able = 'sees' if o['pairs'] <= 50 else 'needs patience for' if o['pairs'] <= 500 else 'does not see'
     zero = '' if o['threshold'] else ', with --threshold 0'
-    return f"{able} {100*o['effect']:g}%: {o['pairs']:,} pairs (between {o['low']:,} and {o['high']:,}){zero}, about {_long(o['seconds'])}{f' of {what}' if what else ''}"
+    pairs = f"{o['pairs']:,} pairs (between {o['low']:,} and {o['high']:,})"
+    return f"{able} {100*o['effect']:g}%: {pairs}{zero}, about {_long(o['seconds'])}" + (f' of {what}' if what else '')
 
 # %% ../../nbs/compare/08_doctor.ipynb #1503d4e7
-OPTIONAL = dict(pyarrow='Parquet (fastbench export)', tensorboard='phases in TensorBoard', wandb='phases in Weights & Biases', zeus='energy per epoch', datasets='texts of the hub',
-                sacrebleu='score of translations', triton='torch.compile on a GPU') | {'rouge-score': 'score of summaries'}
+OPTIONAL = dict(pyarrow='Parquet (fastbench export)', tensorboard='phases in TensorBoard',
+                wandb='phases in Weights & Biases', zeus='energy per epoch', datasets='texts of the hub',
+                sacrebleu='score of translations', triton='torch.compile on a GPU')
+OPTIONAL['rouge-score'] = 'score of summaries'
 
 def _row(part, what, value, note=None): return dict(part=part, what=what, value=value, note=note)
 
+# %% ../../nbs/compare/08_doctor.ipynb #dd0ed6d9
 def _version(name):
     try: return metadata.version(name)
     except metadata.PackageNotFoundError: return None
@@ -88,6 +96,7 @@ def _packages():
     compiler = os.environ.get('CXX') or next(filter(which, ('g++', 'clang++')), None)
     yield _row('optional', 'C++ compiler', compiler or 'not found', 'torch.compile on a CPU')
 
+# %% ../../nbs/compare/08_doctor.ipynb #c5792905
 def _devices():
     import torch
     if torch.cuda.is_available(): yield from (f'cuda:{i}' for i in range(torch.cuda.device_count()))
@@ -100,9 +109,16 @@ def _device_rows(device):
     except UserError: d = dict(name=torch.cuda.get_device_name(device))  # a part of a GPU
     c = cores()
     memory = min(d.get('memory') or 0, memory_limit() or 1 << 60) if device == 'cpu' else d.get('memory')
-    notes = [f"{memory/2**30:.0f} GiB" if memory else '', f"{c['usable']:g} of {c.get('logical', '?')} cores usable" if device == 'cpu' else '', f"driver {d['driver']}" if d.get('driver') else '',
-             f"{d['power_limit']:.0f} W" if d.get('power_limit') else '']
+    notes = [memory and f'{memory/2**30:.0f} GiB',
+             device == 'cpu' and f"{c['usable']:g} of {c.get('logical', '?')} cores usable",
+             d.get('driver') and f"driver {d['driver']}", d.get('power_limit') and f"{d['power_limit']:.0f} W"]
     yield _row('device', device, d.get('name'), ', '.join(o for o in notes if o))
+    yield from _precision_rows(device)
+
+# %% ../../nbs/compare/08_doctor.ipynb #23ae3a67
+def _precision_rows(device):
+    "Which precisions it computes in, and what a CPU gains by oneDNN"
+    import torch
     from fastbench.callback.amp import check_precision
     for p in ('fp32', 'fp16', 'bf16'):
         try: check_precision(p, torch.device(device))
@@ -115,7 +131,8 @@ def _linear_row():
     try: usual,onednn = linear_speed().values()
     except UserError as e: return _row('precision', 'linear layers by oneDNN', 'no', str(e))
     gain = 'onednn=True in a recipe, cbs=OneDNNLinear()' if onednn > 1.1*usual else 'nothing to gain'
-    return _row('precision', 'linear layers by oneDNN', f'{onednn/usual:.2f}x', f'{onednn/1e9:,.0f} GFLOP/s in fp32, {usual/1e9:,.0f} as it is: {gain}')
+    return _row('precision', 'linear layers by oneDNN', f'{onednn/usual:.2f}x',
+                f'{onednn/1e9:,.0f} GFLOP/s in fp32, {usual/1e9:,.0f} as it is: {gain}')
 
 # %% ../../nbs/compare/08_doctor.ipynb #d7824845
 def _caches():
@@ -123,9 +140,11 @@ def _caches():
     cache = Path(os.environ.get('XDG_CACHE_HOME') or home/'.cache')
     hub = os.environ.get('HF_HUB_CACHE') or Path(os.environ.get('HF_HOME') or cache/'huggingface')/'hub'
     ours = cache_dir()
-    return {'data': ours/'data', 'archives': ours/'archive', 'tokenizers': ours/'tokenizers', 'fastai': os.environ.get('FASTAI_HOME') or home/'.fastai', 'hub': hub,
+    return {'data': ours/'data', 'archives': ours/'archive', 'tokenizers': ours/'tokenizers',
+            'fastai': os.environ.get('FASTAI_HOME') or home/'.fastai', 'hub': hub,
             'torch': os.environ.get('TORCH_HOME') or cache/'torch'}
 
+# %% ../../nbs/compare/08_doctor.ipynb #ef023a78
 def _bytes(folder):
     total = 0
     for at,_,names in os.walk(folder):
@@ -203,7 +222,8 @@ class Doctor(Table):
 
     def to_json(self)->str:
         "Rows, and what the trial showed: times, spread, sight"
-        return json.dumps(dict(title=self.title, rows=self.rows, notes=self.notes, times=self.times, spread=self.spread, sight=self.sight), indent=1)
+        keys = 'title rows notes times spread sight'.split()
+        return json.dumps({k: getattr(self, k) for k in keys}, indent=1)
 
 # %% ../../nbs/compare/08_doctor.ipynb #2f49d67b
 def doctor(run:bool=True, # Run the trial
@@ -230,12 +250,14 @@ def doctor(run:bool=True, # Run the trial
     else: _add_trial(res, trial(recipe, n, budget, device, folder, tell))
     return res
 
+# %% ../../nbs/compare/08_doctor.ipynb #109ecdaa
 def _add_trial(res, t):
     "What the trial says, into `res`"
     res.times = t['times']
     res.rows += [_row('trial', 'warning', o.partition(': ')[0], o.partition(': ')[2]) for o in t['warnings']]
     if len(t['times']) < 4:
-        return res.notes.append(f"{len(t['times'])} runs within the budget tell nothing of their spread: it takes four or more")
+        return res.notes.append(f"{len(t['times'])} runs within the budget tell nothing of their spread: "
+                                'it takes four or more')
     s = res.spread = spread(t['times'])
     res.sight = sight(t['times'], t['each'])
     mid = sorted(t['times'])[len(t['times'])//2]

@@ -33,10 +33,12 @@ def load_side(what, # A `Run`, a folder, a file, an id, the beginning of ids; or
     hits = [o for o in files(folder) if o.stem.startswith(str(what).removesuffix('.json'))]
     return [load(o) for o in hits] if hits and str(what) else [find(str(what), folder)],[]
 
+# %% ../../nbs/compare/02_sides.ipynb #009cce2a
 def _in_folder(path):
     good,bad = load_all(path)
     if not good:
-        _missing(f'{path} holds no Run' + (f' that can be read: {bad[0]}' if bad else ': is it the folder that `fastbench run --out` wrote to?'))
+        why = f' that can be read: {bad[0]}' if bad else ': is it the folder that `fastbench run --out` wrote to?'
+        _missing(f'{path} holds no Run{why}')
     return good,[f'passed over: {o}' for o in bad]
 
 def _missing(text):
@@ -52,9 +54,12 @@ class NotComparable(UserError):
         super().__init__(text)
         self.differences = list(differences)
 
-_left_out = ('name', 'about', 'seed', 'memory', 'data', 'precision')  # a name is no work; repeats differ in their seeds; the others: what was in effect
+# %% ../../nbs/compare/02_sides.ipynb #12337f98
+# A name is no work; repeats differ in their seeds; of the others counts what was in effect
+_left_out = ('name', 'about', 'seed', 'memory', 'data', 'precision')
 _of_data = ('version', 'fingerprint', 'fallback', 'synthetic', 'n_train', 'n_valid')
-_listed = ('os', 'kernel', 'machine', 'host', 'python', 'implementation', 'cpu', 'cores', 'memory', 'versions', 'git', 'torch')
+_listed = ('os', 'kernel', 'machine', 'host', 'python', 'implementation', 'cpu', 'cores', 'memory', 'versions', 'git',
+           'torch')
 
 def _flat(d, at=''):
     "A dict of dicts as one, with dots in its keys"
@@ -62,16 +67,18 @@ def _flat(d, at=''):
     for k,v in d.items(): res |= _flat(v, f'{at}{k}.') if isinstance(v, dict) else {f'{at}{k}': v}
     return res
 
+# %% ../../nbs/compare/02_sides.ipynb #70f8ada5
 def work(run:Run, # What ran
     )->tuple: # What must be equal, what is listed: dicts, name -> value
     "What a Run did, and where"
     rec,env = {**defaults_of(run.recipe.get('kind')), **run.recipe},_flat(run.environment)
     must = {k: v for k,v in rec.items() if k not in _left_out}
-    must |= dict(data=run.data.get('name') or rec['data'], precision=run.precision.get('effective') or rec['precision'], weights=run.weights.split(', seed ')[0])
+    must |= dict(data=run.data.get('name') or rec['data'],
+                 precision=run.precision.get('effective') or rec['precision'], weights=run.weights.split(', seed ')[0])
     must |= {f'data.{k}': run.data[k] for k in _of_data if k in run.data}
     must |= {k: v for k,v in env.items() if k.split('.')[0] not in _listed}
-    listed = {f'device.{k}': v for k,v in run.device.items()} | {f'source.{k}': v for k,v in run.source.items()}
-    return must,listed | {k: v for k,v in env.items() if k.split('.')[0] in _listed}
+    listed = {f'source.{k}': v for k,v in run.source.items()} | {k: v for k,v in env.items() if k.split('.')[0] in _listed}
+    return must,{f'device.{k}': v for k,v in run.device.items()} | listed
 
 # %% ../../nbs/compare/02_sides.ipynb #110a1407
 def _values(dicts, k): return list({json.dumps(d.get(k), sort_keys=True): d.get(k) for d in dicts}.values())
@@ -87,25 +94,28 @@ def is_intended(on, field): # on: fields that are meant to differ; field: one th
     "Is a difference in `field` meant?"
     return any(field == o or field.startswith(f'{o}.') for o in on)
 
+# %% ../../nbs/compare/02_sides.ipynb #77bfdfd2
 def differences(a:list, # `Run`s
                 b:list, # `Run`s
                 on=(), # Fields that are meant to differ
-    )->tuple: # What makes them incomparable; what is only listed; what was meant. Lists of dict(field, a, b), each with all values of a side
+    )->tuple: # What makes them incomparable, what is only listed, what was meant: lists of dict(field, a, b)
     "How the work and the places of two sides differ"
     (wa,ea),(wb,eb) = (zip(*map(work, o)) for o in (a, b))
     must,listed = _differ(wa, wb),_differ(ea, eb)
     known = {k for d in (*wa, *wb, *ea, *eb) for k in d}
     for o in on:
         if not any(is_intended([o], k) for k in known): raise UserError(unknown('field', o, sorted(known)))
-    if not any(d['field'].startswith('cores') for d in listed):  # as many cores, another number of threads: somebody set it
+    if not any(d['field'].startswith('cores') for d in listed):  # as many cores, other threads: somebody set it
         must,listed = must + [d for d in listed if _threads(d)],[d for d in listed if not _threads(d)]
     meant = [d for d in must+listed if is_intended(on, d['field'])]
     return [d for d in must if d not in meant],[d for d in listed if d not in meant],meant
 
+# %% ../../nbs/compare/02_sides.ipynb #f57b53e2
 def said(d): # d: as of `differences`
     "A difference in words"
     def side(vs):
-        return ', '.join('none' if v is None else v if isinstance(v, str) else json.dumps(v) for v in vs[:3]) + (', ...' if len(vs) > 3 else '')
+        texts = ['none' if v is None else v if isinstance(v, str) else json.dumps(v) for v in vs[:3]]
+        return ', '.join(texts) + (', ...' if len(vs) > 3 else '')
     return f"{d['field']} {side(d['a'])} / {side(d['b'])}"
 
 # %% ../../nbs/compare/02_sides.ipynb #09ffacf4

@@ -169,10 +169,11 @@ def compare_times(a:list, # Seconds, one value a run
         spread = dict.fromkeys(('low', 'high', 'detectable', 'robust_low', 'robust_high', 'p', 'p_same', 'se', 'df'))
     else:
         t,(p,p_same) = t_quantile(1-level/2, df),_tests(est, se, df, h)
-        spread = dict(low=exp(est-t*se), high=exp(est+t*se), detectable=expm1(h + (t+t_quantile(.8, df))*se), robust_low=exp(hlo), robust_high=exp(hhi),
-                      p=p, p_same=p_same, se=se, df=float(df))
+        spread = dict(low=exp(est-t*se), high=exp(est+t*se), detectable=expm1(h + (t+t_quantile(.8, df))*se),
+                      robust_low=exp(hlo), robust_high=exp(hhi), p=p, p_same=p_same, se=se, df=float(df))
     return _judge(Verdict(verdict='unknown', level=level, **res, **spread))
 
+# %% ../../nbs/compare/00_verdict.ipynb #a8664b2b
 def _limit(threshold):
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < 1:
         raise UserError(f'threshold={threshold!r} cannot be: a share from 0 to below 1, .01 is 1%')
@@ -183,14 +184,17 @@ def _runs(v): return f"{v.n} pair{'s' if v.n > 1 else ''}" if v.paired else f'{v
 
 def _judge(v, family=1):
     "The verdict that the p values allow, in words"
-    small,limit = min(v.n, v.n_b) < MIN_RUNS,f'{v.threshold:.3g}' if v.threshold < .0001 else f'{100*v.threshold:g}%'
+    small = min(v.n, v.n_b) < MIN_RUNS
+    limit = f'{v.threshold:.3g}' if v.threshold < .0001 else f'{100*v.threshold:g}%'
     if small: word,why = 'unknown',f'no verdict from {_runs(v)}: {MIN_RUNS} a side are the least'
     elif v.p_same <= v.level: word,why = 'same',f'no difference larger than {limit}'
     elif v.p <= v.level:
-        word,why = ('faster', f'faster by more than {limit}') if v.ratio < 1 else ('slower', f'slower by more than {limit}')
+        word = 'faster' if v.ratio < 1 else 'slower'
+        why = f'{word} by more than {limit}'
     else: word,why = 'unknown',f'cannot tell; {_runs(v)} could have shown {roughly(v.detectable)}'
-    if word == 'unknown' and not small and family > 1 and min(_tests(log(v.ratio), v.se, v.df, log1p(v.threshold))) <= v.level:
-        why = f'cannot tell: alone it would be a verdict, but one of {family} comparisons can be chance'
+    if word == 'unknown' and not small and family > 1:
+        if min(_tests(log(v.ratio), v.se, v.df, log1p(v.threshold))) <= v.level:
+            why = f'cannot tell: alone it would be a verdict, but one of {family} comparisons can be chance'
     if word in ('faster', 'slower') and v.robust_low <= 1 <= v.robust_high:
         why += '; the robust interval holds no difference, too'
     if v.outliers: why += f"; {v.outliers} outlier{'s' if v.outliers > 1 else ''} counted in"

@@ -156,7 +156,8 @@ def fetch(url:str, # `https:`, `http:` or `file:` address
     old = mismatch(dest, **check) if dest.is_file() else None
     if old == '': return dest
     if offline and parts.scheme != 'file':
-        raise fail(f'offline, and {dest} is not the published file: {old}' if old else f'offline, and there is no {dest}')
+        wrong = f'{dest} is not the published file: {old}' if old else f'there is no {dest}'
+        raise fail(f'offline, and {wrong}')
     _mkdir(dest.parent)
     with locked(dest.parent/f'.{dest.name}.lock'):
         for o in dest.parent.glob(f'.{dest.name}.*.part'): o.unlink() # left by a killed process: the lock is ours
@@ -191,7 +192,8 @@ def safe_name(name:str, # A member's name, as the archive has it
 
 # %% ../../nbs/machine/02_download.ipynb #5db1afce
 def _refuse(archive, name, what):
-    return UnsafeArchive(f'{archive} is refused: its member {name!r} is {what}, not a plain file or folder. Nothing was unpacked')
+    return UnsafeArchive(f'{archive} is refused: its member {name!r} is {what}, not a plain file or folder. '
+                         'Nothing was unpacked')
 
 def _tar_members(path):
     import gzip, tarfile

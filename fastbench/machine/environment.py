@@ -31,7 +31,8 @@ def cpu_model(
     if found: return found[1]
     if sys.platform == 'darwin':
         try:
-            return subprocess.run(['sysctl', '-n', 'machdep.cpu.brand_string'], capture_output=True, text=True, timeout=5).stdout.strip()
+            ask = ['sysctl', '-n', 'machdep.cpu.brand_string']
+            return subprocess.run(ask, capture_output=True, text=True, timeout=5).stdout.strip()
         except (OSError, subprocess.SubprocessError): pass
     return platform.processor() or platform.machine()
 
@@ -70,7 +71,8 @@ def cores(
     )->dict: # physical, logical, affinity: how many; limit: of the container; usable: the least of these
     "How many processor cores there are and how many of them are ours"
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else None
-    res = _known(physical=psutil.cpu_count(logical=False), logical=psutil.cpu_count(), affinity=affinity, limit=cpu_limit())
+    res = _known(physical=psutil.cpu_count(logical=False), logical=psutil.cpu_count(),
+                 affinity=affinity, limit=cpu_limit())
     return {**res, 'usable': min((res[o] for o in ('logical', 'affinity', 'limit') if o in res), default=1)}
 
 def worker_cores(
@@ -93,13 +95,16 @@ def versions(
     return {'fastbench': fastbench.__version__, **_known(**{o: version(o) for o in sorted({*required, *BENEATH})})}
 
 # %% ../../nbs/machine/00_environment.ipynb #063359b4
-ALLOWED = """ATEN_CPU_CAPABILITY CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING
-    CUDA_VISIBLE_DEVICES GOMP_CPU_AFFINITY HF_HUB_OFFLINE KMP_AFFINITY KMP_BLOCKTIME GLIBC_TUNABLES LOCAL_WORLD_SIZE MALLOC_ARENA_MAX
-    MALLOC_CONF MALLOC_MMAP_THRESHOLD_ MALLOC_TOP_PAD_ MALLOC_TRIM_THRESHOLD_
-    MKL_NUM_THREADS MKL_THREADING_LAYER NCCL_P2P_DISABLE NVIDIA_TF32_OVERRIDE OMP_NUM_THREADS OMP_PLACES OMP_PROC_BIND OMP_WAIT_POLICY ONEDNN_DEFAULT_FPMATH_MODE
-    ONEDNN_MAX_CPU_ISA OPENBLAS_NUM_THREADS PYTHONHASHSEED PYTHONOPTIMIZE PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF
-    PYTORCH_NVML_BASED_CUDA_CHECK RANK LOCAL_RANK SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE SLURM_JOB_ID SLURM_JOB_NUM_NODES SLURM_NNODES SLURM_NTASKS
-    SLURM_NTASKS_PER_NODE THP_MEM_ALLOC_ENABLE TOKENIZERS_PARALLELISM TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TRANSFORMERS_OFFLINE WORLD_SIZE""".split()
+ALLOWED = """ATEN_CPU_CAPABILITY CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER
+    CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING CUDA_VISIBLE_DEVICES GOMP_CPU_AFFINITY HF_HUB_OFFLINE KMP_AFFINITY
+    KMP_BLOCKTIME GLIBC_TUNABLES LOCAL_WORLD_SIZE MALLOC_ARENA_MAX MALLOC_CONF MALLOC_MMAP_THRESHOLD_
+    MALLOC_TOP_PAD_ MALLOC_TRIM_THRESHOLD_ MKL_NUM_THREADS MKL_THREADING_LAYER NCCL_P2P_DISABLE
+    NVIDIA_TF32_OVERRIDE OMP_NUM_THREADS OMP_PLACES OMP_PROC_BIND OMP_WAIT_POLICY ONEDNN_DEFAULT_FPMATH_MODE
+    ONEDNN_MAX_CPU_ISA OPENBLAS_NUM_THREADS PYTHONHASHSEED PYTHONOPTIMIZE PYTORCH_ALLOC_CONF
+    PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF PYTORCH_NVML_BASED_CUDA_CHECK RANK LOCAL_RANK
+    SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE SLURM_JOB_ID SLURM_JOB_NUM_NODES SLURM_NNODES SLURM_NTASKS
+    SLURM_NTASKS_PER_NODE THP_MEM_ALLOC_ENABLE TOKENIZERS_PARALLELISM TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
+    TRANSFORMERS_OFFLINE WORLD_SIZE""".split()
 
 def variables(env=os.environ # Where to look
     )->dict: # Name -> value of those on the list that are set; of LD_PRELOAD the libraries without their folders
@@ -118,11 +123,13 @@ def git_state(folder, # Any folder
     )->dict|None: # commit; dirty: does a tracked file differ from it? None where there is no commit
     "Commit of the checkout that holds `folder`"
     def git(*args):
-        return subprocess.run(['git', '--no-optional-locks', '-C', str(folder), *args], capture_output=True, text=True, timeout=10)
+        command = ['git', '--no-optional-locks', '-C', str(folder), *args]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10)
     try:
         head = git('rev-parse', 'HEAD')
         if head.returncode: return None
-        return dict(commit=head.stdout.strip(), dirty=bool(git('status', '--porcelain', '--untracked-files=no').stdout.strip()))
+        changed = git('status', '--porcelain', '--untracked-files=no').stdout.strip()
+        return dict(commit=head.stdout.strip(), dirty=bool(changed))
     except (OSError, subprocess.SubprocessError): return None
 
 def commits(
@@ -135,16 +142,18 @@ def commits(
 def _fp32(backends):
     "What fp32 matrix products and convolutions are computed in: where a GPU can, PyTorch lets convolutions be tf32"
     try: return dict(matmul=backends.cuda.matmul.fp32_precision, conv=backends.cudnn.conv.fp32_precision)
-    except AttributeError:
-        return {k: 'tf32' if o.allow_tf32 else 'ieee' for k,o in dict(matmul=backends.cuda.matmul, conv=backends.cudnn).items()} # torch before 2.9
+    except AttributeError:  # torch before 2.9
+        each = dict(matmul=backends.cuda.matmul, conv=backends.cudnn)
+        return {k: 'tf32' if o.allow_tf32 else 'ieee' for k,o in each.items()}
 
 def torch_state(
-    )->dict|None: # threads, interop_threads, cpu_capability, cuda, hip; in use: cudnn, fp32. As torch says; None if nobody has imported it
+    )->dict|None: # threads, interop_threads, cpu_capability, cuda, hip; in use: cudnn, fp32; None if not imported
     "How the torch that is already loaded is set up"
     if not (torch := sys.modules.get('torch')) or not hasattr(torch, 'version'): return None
     gpu = torch.version.cuda and torch.cuda.is_initialized()
-    return _known(threads=torch.get_num_threads(), interop_threads=torch.get_num_interop_threads(), cuda=torch.version.cuda,
-        cpu_capability=torch.backends.cpu.get_cpu_capability(), hip=torch.version.hip,
+    return _known(
+        threads=torch.get_num_threads(), interop_threads=torch.get_num_interop_threads(),
+        cuda=torch.version.cuda, cpu_capability=torch.backends.cpu.get_cpu_capability(), hip=torch.version.hip,
         cudnn=torch.backends.cudnn.version() if gpu else None, fp32=_fp32(torch.backends) if gpu else None)
 
 # %% ../../nbs/machine/00_environment.ipynb #54aedca8
@@ -153,10 +162,12 @@ def environment(env=os.environ # Environment variables to choose from
     "What a Run says of where it ran"
     try: os_name = platform.freedesktop_os_release().get('PRETTY_NAME')
     except OSError: os_name = None
-    return _known(os=os_name or platform.system(), kernel=f'{platform.system()} {platform.release()}', machine=platform.machine(), host=host_id(),
-        python=platform.python_version(), implementation=platform.python_implementation(), cpu=cpu_model(), cores=cores(),
-        memory=psutil.virtual_memory().total, memory_limit=memory_limit(), versions=versions(), variables=variables(env),
-        git=commits(), torch=torch_state())
+    return _known(
+        os=os_name or platform.system(), kernel=f'{platform.system()} {platform.release()}',
+        machine=platform.machine(), host=host_id(),
+        python=platform.python_version(), implementation=platform.python_implementation(),
+        cpu=cpu_model(), cores=cores(), memory=psutil.virtual_memory().total, memory_limit=memory_limit(),
+        versions=versions(), variables=variables(env), git=commits(), torch=torch_state())
 
 # %% ../../nbs/machine/00_environment.ipynb #04ef6255
 @functools.lru_cache
@@ -217,6 +228,8 @@ def device_info(device='cpu' # As torch writes it: 'cpu', 'cuda', 'cuda:1', 'mps
         p = torch.cuda.get_device_properties(str(device))
         return dict(kind=kind, name=p.name, memory=p.total_memory, driver=f'HIP {torch.version.hip}')
     nv, h = _cuda(device)
-    capability, power, memory = [_ask(nv, f'nvmlDeviceGet{o}', h) for o in ('CudaComputeCapability', 'EnforcedPowerLimit', 'MemoryInfo')]
-    return _known(kind=kind, name=nv.nvmlDeviceGetName(h), memory=memory and memory.total, driver=nv.nvmlSystemGetDriverVersion(),
+    asked = 'CudaComputeCapability', 'EnforcedPowerLimit', 'MemoryInfo'
+    capability, power, memory = [_ask(nv, f'nvmlDeviceGet{o}', h) for o in asked]
+    return _known(
+        kind=kind, name=nv.nvmlDeviceGetName(h), memory=memory and memory.total, driver=nv.nvmlSystemGetDriverVersion(),
         capability=capability and '.'.join(map(str, capability)), power_limit=power and power/1000)

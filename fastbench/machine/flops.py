@@ -48,17 +48,21 @@ def onednn_linear(x, # Inputs, [..., features]
     "A linear layer by oneDNN, on a CPU"
     return torch.ops.mkldnn._linear_pointwise(x, w, b, 'none', [], '')
 
+# %% ../../nbs/machine/05_flops.ipynb #70413f3d
 def _products(device, precision):
-    return [torch.matmul, onednn_linear] if device.type == 'cpu' and precision == 'fp32' and has_onednn() else [torch.matmul]
+    both = device.type == 'cpu' and precision == 'fp32' and has_onednn()
+    return [torch.matmul, onednn_linear] if both else [torch.matmul]
 
 def _tf32(device, precision):
     return device.type == 'cuda' and precision == 'fp32' and torch.get_float32_matmul_precision() != 'highest'
 
 def _device_key(device, precision):
-    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else cpu_model() if device.type == 'cpu' else device.type
+    names = dict(cuda=lambda: torch.cuda.get_device_name(device), cpu=cpu_model)
+    name = names.get(device.type, lambda: device.type)()
     how = ' | best of two'*(len(_products(device, precision)) > 1) + ' | tf32'*_tf32(device, precision) + ' | random'
     return f'{name} | torch {torch.__version__} | {torch.get_num_threads()} threads | {precision}{how}'
 
+# %% ../../nbs/machine/05_flops.ipynb #8cf0b10d
 def measure_peak(device='cpu', # Where to multiply
                  precision:str='fp32', # fp32, fp16 or bf16
                  sizes=None, # Sides of the matrices; up to what fills the device if None

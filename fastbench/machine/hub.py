@@ -20,6 +20,7 @@ def cached(repo:str, # Name on the hub; `name@revision` as well
     found = (try_to_load_from_cache(name, o, revision=revision) for o in files)
     return next((o for o in found if isinstance(o, str)), None)
 
+# %% ../../nbs/machine/03_hub.ipynb #75a622c2
 def look_up(repo:str, # Name on the hub; `name@revision` as well
             files, # Any of these will do
             revision=None, # Commit, tag or branch
@@ -35,6 +36,7 @@ def look_up(repo:str, # Name on the hub; `name@revision` as well
         except EntryNotFoundError as e: missing = e
     raise missing
 
+# %% ../../nbs/machine/03_hub.ipynb #fb2afec2
 def short(e:BaseException # What was raised
     )->str: # One line, without the full stop
     "The first line of an error"

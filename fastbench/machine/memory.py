@@ -11,6 +11,8 @@ from functools import lru_cache
 from threading import Event, Thread
 
 import psutil
+from fastcore.basics import patch
+from fastcore.basics import patch
 
 # %% ../../nbs/machine/01_memory.ipynb #9c64a323
 def life_peak()->int|None: # Bytes; None where the system does not say
@@ -19,6 +21,7 @@ def life_peak()->int|None: # Bytes; None where the system does not say
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
 
+# %% ../../nbs/machine/01_memory.ipynb #5f72e185
 def _record(): # since it was last forgotten
     with open('/proc/self/status') as f: return next(int(o.split()[1])*1024 for o in f if o.startswith('VmHWM'))
 
@@ -30,39 +33,48 @@ def _forget():
 
 _process = lru_cache(1)(psutil.Process)  # made once a process: it reads half a dozen files
 
+# %% ../../nbs/machine/01_memory.ipynb #e1a666d7
 class PeakMemory:
     "Watches memory from `start` to `stop`"
     def __init__(self, device=None, # A torch device; its allocator is asked if it is CUDA
                  afresh=False, # Forget the record of the host first
         ):
-            self.cuda,self.process,self.afresh = getattr(device, 'type', None) == 'cuda' and device,_process(os.getpid()),afresh
+            self.cuda = getattr(device, 'type', None) == 'cuda' and device
+            self.process,self.afresh = _process(os.getpid()),afresh
 
-    def start(self):
-        "The fit begins"
-        self.fresh,self.done = self.afresh and _forget(),Event()
-        self.before,self.seen = 0 if self.fresh else life_peak(),0
-        if self.afresh and not self.fresh: Thread(target=self._look, daemon=True).start()
-        if self.cuda:
-            import torch
-            torch.cuda.init()  # the allocator knows no device before
-            torch.cuda.reset_peak_memory_stats(self.cuda)
-        return self
+# %% ../../nbs/machine/01_memory.ipynb #74c55814
+@patch
+def start(self:PeakMemory):
+    "The fit begins"
+    self.fresh,self.done = self.afresh and _forget(),Event()
+    self.before,self.seen = 0 if self.fresh else life_peak(),0
+    if self.afresh and not self.fresh: Thread(target=self._look, daemon=True).start()
+    if self.cuda:
+        import torch
+        torch.cuda.init()  # the allocator knows no device before
+        torch.cuda.reset_peak_memory_stats(self.cuda)
+    return self
 
-    def sample(self):
-        "Look once: tens of microseconds"
-        self.seen = max(self.seen, self.process.memory_info().rss)
+# %% ../../nbs/machine/01_memory.ipynb #b7b27bf5
+@patch
+def sample(self:PeakMemory):
+    "Look once: tens of microseconds"
+    self.seen = max(self.seen, self.process.memory_info().rss)
 
-    def _look(self):
-        while not self.done.wait(.001): self.sample()
+@patch
+def _look(self:PeakMemory):
+    "Look every millisecond until it is over"
+    while not self.done.wait(.001): self.sample()
 
-    def stop(self)->dict: # host and device peak in bytes; `host_exact` is False where `host` is a lower bound
-        "The fit is over"
-        self.done.set()
-        self.sample()
-        after = _record() if self.fresh else life_peak()
-        exact = after is not None and after > self.before
-        res = dict(host=max(self.seen, after) if exact else self.seen, host_exact=exact)
-        if self.cuda:
-            import torch
-            res['device'] = torch.cuda.max_memory_allocated(self.cuda)
-        return res
+@patch
+def stop(self:PeakMemory)->dict: # host and device peak in bytes; `host_exact` is False where `host` is a lower bound
+    "The fit is over"
+    self.done.set()
+    self.sample()
+    after = _record() if self.fresh else life_peak()
+    exact = after is not None and after > self.before
+    res = dict(host=max(self.seen, after) if exact else self.seen, host_exact=exact)
+    if self.cuda:
+        import torch
+        res['device'] = torch.cuda.max_memory_allocated(self.cuda)
+    return res

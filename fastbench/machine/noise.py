@@ -30,25 +30,30 @@ def _cpu_seconds(procs):
 
 # %% ../../nbs/machine/04_noise.ipynb #d5381f24
 def _cgroup_throttled(**kwargs):
-    found = [re.search(r'throttled_(usec|time) (\d+)', text) for _, text in _cgroup_files('cpu.stat', 'cpu.stat', 'cpu', **kwargs)]
+    files = _cgroup_files('cpu.stat', 'cpu.stat', 'cpu', **kwargs)
+    found = [re.search(r'throttled_(usec|time) (\d+)', text) for _, text in files]
     return max((int(o[2])/(1e6 if o[1] == 'usec' else 1e9) for o in found if o), default=None)
 
+# %% ../../nbs/machine/04_noise.ipynb #89df5042
 CPUS = Path('/sys/devices/system/cpu')
 
 def _cpu_mhz():
     "Frequency of the fastest core now"
     khz = [int(o) for o in map(_read, CPUS.glob('cpu[0-9]*/cpufreq/scaling_cur_freq')) if o and o.isdecimal()]
-    mhz = [o/1000 for o in khz] or [float(o) for o in re.findall(r'^cpu MHz\s*:\s*([\d.]+)', _read('/proc/cpuinfo') or '', re.M)]
-    return max(mhz, default=None)
+    if khz: return max(khz)/1000
+    mhz = re.findall(r'^cpu MHz\s*:\s*([\d.]+)', _read('/proc/cpuinfo') or '', re.M)
+    return max(map(float, mhz), default=None)
 
 def _saving():
     "What holds the clock low on purpose, in words"
-    driver,governor,prefer,now,most = (_read(CPUS/'cpu0/cpufreq'/o) for o in ('scaling_driver', 'scaling_governor', 'energy_performance_preference', 'scaling_max_freq', 'cpuinfo_max_freq'))
+    names = 'scaling_driver scaling_governor energy_performance_preference scaling_max_freq cpuinfo_max_freq'.split()
+    driver,governor,prefer,now,most = (_read(CPUS/'cpu0/cpufreq'/o) for o in names)
     if governor == 'powersave' and not re.match('intel_pstate|amd.pstate', driver or ''): return 'governor powersave'
     if prefer == 'power': return 'energy preference power'
     if (now or '').isdecimal() and (most or '').isdecimal() and int(now) < LIMITS['capped']*int(most):
         return f'limit of {int(now)/1000:,.0f} MHz of {int(most)/1000:,.0f}'
 
+# %% ../../nbs/machine/04_noise.ipynb #1791ef91
 def _on_battery():
     try: battery = psutil.sensors_battery()
     except (AttributeError, OSError, NotImplementedError): return None  # not on every system
@@ -61,10 +66,11 @@ def gpu_state(nv, # The pynvml module
         handle, # Its handle of one GPU
         own=(), # Process numbers that are ours
         using=None, # Does this process use CUDA? By default as torch says, if it is loaded
-    )->dict: # busy: share of the last moment; memory: bytes in use; others: processes; reasons: it is slowed now; *_slow: seconds so far
+    )->dict: # busy: share; memory: bytes; others: processes; reasons: it is slowed now; *_slow: seconds so far
     "What a GPU is doing now"
     if using is None: using = 'torch' in sys.modules and sys.modules['torch'].cuda.is_initialized()
-    util, memory, procs = [_ask(nv, f'nvmlDeviceGet{o}', handle) for o in ('UtilizationRates', 'MemoryInfo', 'ComputeRunningProcesses')]
+    asked = 'UtilizationRates', 'MemoryInfo', 'ComputeRunningProcesses'
+    util, memory, procs = [_ask(nv, f'nvmlDeviceGet{o}', handle) for o in asked]
     bits = _ask(nv, 'nvmlDeviceGetCurrentClocksEventReasons', handle)
     if bits is None: bits = _ask(nv, 'nvmlDeviceGetCurrentClocksThrottleReasons', handle)
     others = None if procs is None else sum(p.pid not in own for p in procs)
@@ -86,6 +92,7 @@ def glance(device='cpu', # 'cuda:0' and the like: look at that GPU too
         except UserError: pass # a device that torch knows and NVML does not, like a part of a GPU
     return res
 
+# %% ../../nbs/machine/04_noise.ipynb #e63c5b91
 def machine_state(device='cpu', # 'cuda:0' and the like: look at that GPU too
         root=None, # Process at the top of what is ours, by default this one; a launcher of several ranks passes its own
     )->dict: # Counters since the machine started, in seconds and bytes, and states of this moment
@@ -95,14 +102,16 @@ def machine_state(device='cpu', # 'cuda:0' and the like: look at that GPU too
     try: swap = psutil.swap_memory()
     except (OSError, RuntimeError): swap = None
     hot = _read('/sys/devices/system/cpu/cpu0/thermal_throttle/package_throttle_count')
-    return glance(device, {p.pid for p in procs}) | _known(clock=time.monotonic(), logical=psutil.cpu_count(), cpu_total=sum(part.values()), cpu_steal=part['steal'],
-        cpu_busy=sum(part[o] for o in 'user nice system irq softirq'.split()), cpu_own=_cpu_seconds(procs), load=load and load[0],
+    return glance(device, {p.pid for p in procs}) | _known(
+        clock=time.monotonic(), logical=psutil.cpu_count(), cpu_total=sum(part.values()), cpu_steal=part['steal'],
+        cpu_busy=sum(part[o] for o in 'user nice system irq softirq'.split()), cpu_own=_cpu_seconds(procs),
+        load=load and load[0],
         swapped=swap and swap.sin+swap.sout, throttled=_cgroup_throttled(), cpu_hot=int(hot) if hot else None)
 
 # %% ../../nbs/machine/04_noise.ipynb #502b7eea
 def noise(before, # `machine_state()` before the run
         after, # and after
-    )->dict: # seconds; others: cores; cpu_mhz: before and after; load: before; steal, throttled, gpu_hot, gpu_power: shares of the time; swapped: bytes; cpu_hot: times
+    )->dict: # seconds; others: cores; cpu_mhz: both; steal, throttled, gpu_*: shares; swapped: bytes; cpu_hot: times
     "What others did to us between two samples; what one of them lacks is missing"
     def delta(key, a=before, b=after): return b[key]-a[key] if key in a and key in b and b[key] >= a[key] else None
     secs, total, busy, own, steal = [delta(o) for o in ('clock', 'cpu_total', 'cpu_busy', 'cpu_own', 'cpu_steal')]
@@ -111,58 +120,88 @@ def noise(before, # `machine_state()` before the run
     gpu = [o.get('gpu', {}) for o in (before, after)]
     others = None if None in (busy, own) or not total else max(0., busy-own)/secs
     mhz = [o['cpu_mhz'] for o in (before, after) if 'cpu_mhz' in o]
-    return _known(seconds=secs, load=before.get('load'), cpu_mhz=mhz or None, others=others, steal=share(steal, total), swapped=delta('swapped'), throttled=share(delta('throttled')),
+    return _known(
+        seconds=secs, load=before.get('load'), cpu_mhz=mhz or None, others=others, steal=share(steal, total),
+        swapped=delta('swapped'), throttled=share(delta('throttled')),
         cpu_hot=delta('cpu_hot'), gpu_hot=share(delta('heat_slow', *gpu)), gpu_power=share(delta('power_slow', *gpu)))
 
 # %% ../../nbs/machine/04_noise.ipynb #ab10987c
-LIMITS = dict(capped=.9, slower=.75, others=.1, steal=.02, swapped=16*2**20, throttled=.01, gpu_busy=.1, gpu_hot=.01, gpu_power=.05, seconds=.5)
+LIMITS = dict(capped=.9, slower=.75, others=.1, steal=.02, swapped=16*2**20, throttled=.01,
+              gpu_busy=.1, gpu_hot=.01, gpu_power=.05, seconds=.5)
 
+class _Between:
+    "Two samples of a machine and glances in between: what differs, and by how much"
+    def __init__(self, before, after, during):
+        self.n,self.cores,self.seen = noise(before, after),after.get('logical') or 1,(before, *during, after)
+        self.gpus = [o.get('gpu', {}) for o in self.seen]
+
+    def over(self, key, scale=1):
+        "Is a figure above its limit, of a run that took long enough to tell?"
+        return self.n.get(key, 0) > LIMITS[key]*scale and self.n['seconds'] > LIMITS['seconds']
+
+# %% ../../nbs/machine/04_noise.ipynb #378da620
+def _of_others(o):
+    "What other programs, guests and the disk took away"
+    n = o.n
+    if o.over('others', o.cores):
+        yield (f'busy machine: other programs used {n["others"]:.1f} of {o.cores} cores while this ran. '
+               'Something else is running here (top shows it): stop it and repeat')
+    if o.over('steal'):
+        yield (f'stolen time: the hypervisor took {n["steal"]:.0%} of the processor time away. '
+               'The host is shared with other guests: repeat at another time, or on a dedicated machine')
+    if o.over('swapped'):
+        yield (f'swapping: {n["swapped"]/2**20:.0f} MB went to or from the disk. '
+               'Memory is short: use a smaller batch or fewer workers, or close other programs')
+    if o.over('throttled'):
+        yield (f'throttled container: it was held back for {n["throttled"]:.0%} of the time. '
+               'Its CPU limit is lower than what the threads ask for: raise the limit, or set OMP_NUM_THREADS and '
+               'workers to it')
+
+# %% ../../nbs/machine/04_noise.ipynb #7b1326d2
+def _of_clock(o):
+    "How heat, energy saving and a battery slowed the processor"
+    if times := o.n.get('cpu_hot'):
+        yield (f'throttled processor: it slowed down {times} times because it was too hot. '
+               'Cooling does not keep up: let it cool down, check the fans, and repeat')
+    mhz = [s['cpu_mhz'] for s in o.seen if 'cpu_mhz' in s]
+    if mhz and min(mhz) < LIMITS['slower']*max(mhz):
+        yield (f'uneven processor: its clock was between {min(mhz):,.0f} and {max(mhz):,.0f} MHz. '
+               'It saves energy, gets too hot or gives power to other cores: let it cool down, set the governor to '
+               'performance (cpupower frequency-set -g performance), and repeat')
+    if saving := next((s['saving'] for s in o.seen if s.get('saving')), None):
+        yield (f'slow processor: its clock is held low by the {saving}. '
+               'The system saves energy: cpupower frequency-set -g performance (as root) lets it run, or compare '
+               'only with runs in the same state')
+    if any(s.get('on_battery') for s in o.seen):
+        yield ('on battery: the machine ran without mains power. '
+               'It may lower its clocks to save energy: plug it in and repeat')
+
+# %% ../../nbs/machine/04_noise.ipynb #c54d0307
+def _of_gpu(o):
+    "Who else computed on the GPU, and what slowed it"
+    n,busy,others = o.n,o.gpus[0].get('busy', 0),max((g.get('others', 0) for g in o.gpus), default=0)
+    if others:
+        yield (f'shared GPU: {others} other process{"es" if others > 1 else ""} had it open. '
+               'Someone else is computing there (nvidia-smi shows who): wait, or choose another with '
+               'CUDA_VISIBLE_DEVICES')
+    elif busy > LIMITS['gpu_busy']:
+        yield (f'shared GPU: it was {busy:.0%} busy before the run began. '
+               'Another process, perhaps outside this container, uses it: look with nvidia-smi on the host, and repeat')
+    reasons,hot = sorted({r for g in o.gpus for r in g.get('reasons', [])}),o.over('gpu_hot')
+    if reasons or hot:
+        share = f' for {n["gpu_hot"]:.0%} of the time' if hot else ''
+        yield (f'throttled GPU: {" and ".join(reasons) or "too hot"}{share}. '
+               'Cooling or power supply does not keep up: let it cool down, check both, and repeat')
+    if o.over('gpu_power'):
+        yield (f'throttled GPU: at its power limit for {n["gpu_power"]:.0%} of the time. '
+               'The work asks for more than the limit allows (nvidia-smi -q -d POWER): compare only with runs under '
+               'the same limit')
+
+# %% ../../nbs/machine/04_noise.ipynb #7a2a65ae
 def warnings_between(before, # `machine_state()` before the run
         after, # and after
         during=(), # `glance()`s in between
     )->list: # One string each: fact, likely cause, what to do
     "What makes the timing of this run doubtful"
-    seen = before,*during,after
-    n, res, gpus = noise(before, after), [], [o.get('gpu', {}) for o in seen]
-    def over(key, scale=1): return n.get(key, 0) > LIMITS[key]*scale and n['seconds'] > LIMITS['seconds']
-    cores = after.get('logical') or 1
-    if over('others', cores):
-        res.append(f'busy machine: other programs used {n["others"]:.1f} of {cores} cores while this ran. '
-        'Something else is running here (top shows it): stop it and repeat')
-    if over('steal'): res.append(f'stolen time: the hypervisor took {n["steal"]:.0%} of the processor time away. '
-        'The host is shared with other guests: repeat at another time, or on a dedicated machine')
-    if over('swapped'): res.append(f'swapping: {n["swapped"]/2**20:.0f} MB went to or from the disk. '
-        'Memory is short: use a smaller batch or fewer workers, or close other programs')
-    if over('throttled'):
-        res.append(f'throttled container: it was held back for {n["throttled"]:.0%} of the time. '
-        'Its CPU limit is lower than what the threads ask for: raise the limit, or set OMP_NUM_THREADS and workers to '
-        'it')
-    if n.get('cpu_hot'): res.append(f'throttled processor: it slowed down {n["cpu_hot"]} times because it was too hot. '
-        'Cooling does not keep up: let it cool down, check the fans, and repeat')
-    mhz = [o['cpu_mhz'] for o in seen if 'cpu_mhz' in o]
-    if mhz and min(mhz) < LIMITS['slower']*max(mhz):
-        res.append(f'uneven processor: its clock was between {min(mhz):,.0f} and {max(mhz):,.0f} MHz. '
-        'It saves energy, gets too hot or gives power to other cores: let it cool down, set the governor to '
-        'performance (cpupower frequency-set -g performance), and repeat')
-    saving = next((o['saving'] for o in seen if o.get('saving')), None)
-    if saving:
-        res.append(f'slow processor: its clock is held low by the {saving}. '
- 'The system saves energy: cpupower frequency-set -g performance (as root) lets it run, or compare only with runs in '
- 'the same state')
-    if any(o.get('on_battery') for o in seen): res.append('on battery: the machine ran without mains power. '
-        'It may lower its clocks to save energy: plug it in and repeat')
-    others = max((o.get('others', 0) for o in gpus), default=0)
-    if others: res.append(f'shared GPU: {others} other process{"es" if others > 1 else ""} had it open. '
-        'Someone else is computing there (nvidia-smi shows who): wait, or choose another with CUDA_VISIBLE_DEVICES')
-    elif gpus[0].get('busy', 0) > LIMITS['gpu_busy']:
-        res.append(f'shared GPU: it was {gpus[0]["busy"]:.0%} busy before the run began. '
-        'Another process, perhaps outside this container, uses it: look with nvidia-smi on the host, and repeat')
-    reasons = sorted({r for o in gpus for r in o.get('reasons', [])})
-    if reasons or over('gpu_hot'):
-        res.append(f'throttled GPU: {" and ".join(reasons) or "too hot"}' +
-        (f' for {n["gpu_hot"]:.0%} of the time' if over('gpu_hot') else '') + '. Cooling or power supply does not keep up: let it cool down, check both, and repeat')
-    if over('gpu_power'):
-        res.append(f'throttled GPU: at its power limit for {n["gpu_power"]:.0%} of the time. '
-        'The work asks for more than the limit allows (nvidia-smi -q -d POWER): compare only with runs under the same '
-        'limit')
-    return res
+    o = _Between(before, after, during)
+    return [*_of_others(o), *_of_clock(o), *_of_gpu(o)]

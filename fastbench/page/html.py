@@ -27,6 +27,7 @@ def clean(o # Anything
     text = re.sub(r'[\x7f-\x9f\ufffe\uffff]', '\ufffd', text)
     return re.sub(r'[\x00-\x08\x0b-\x1f]', lambda m: chr(0x2400 + ord(m[0])), text)
 
+# %% ../../nbs/page/01_html.ipynb #4f6b7e3a
 def short(o, # Anything
           n:int=60, # Characters at most
     )->str: # One line
@@ -40,6 +41,7 @@ def file_name(o, # Any text
     "A name for a file on every system"
     return re.sub(r'[^A-Za-z0-9._-]+', '_', str(o)).strip('._-')[:n].strip('._-') or 'report'
 
+# %% ../../nbs/page/01_html.ipynb #8b7d76f2
 def tag(name, /, *children, **attrs): # name: of the element
     "An element; children and attributes are escaped"
     def fit(o): return o if o is None or isinstance(o, (bool, FT, Safe)) else clean(o)
@@ -63,6 +65,7 @@ def _cell(v):
     if re.fullmatch(r'[-+]?\d+(\.\d+)?(e[-+]?\d+)?', text, re.I): return text
     return f"'{text}" if text.lstrip()[:1] in ('=', '+', '-', '@') or text[:1] in ('\t', '\n') else text
 
+# %% ../../nbs/page/01_html.ipynb #9aae9061
 def csv_text(head, # Names of the columns
              rows, # Lists of values
     )->str: # A line a row; empty where there is no value
@@ -73,6 +76,7 @@ def csv_text(head, # Names of the columns
     w.writerows([_cell(o) for o in r] for r in rows)
     return f.getvalue()
 
+# %% ../../nbs/page/01_html.ipynb #b07ee30f
 def download(text, # What the file holds
              name, # The file
              kind='text/csv', # Its media type
@@ -97,6 +101,7 @@ def table(head, # Headings
     heads = h.thead(h.tr([h.th(o, scope='col', cls=cls(i)) for i,o in enumerate(head)]))
     return h.div(h.table(heads, h.tbody(body)), cls='box', tabindex='0', role='region', aria_label=about)
 
+# %% ../../nbs/page/01_html.ipynb #ef8fda05
 def fold(title, # What is seen
          *children, # What is seen once it is opened
     ):
@@ -112,6 +117,7 @@ _attrs = set('''d x y width height transform id href clip-path viewBox fill fill
     stroke-width stroke-opacity stroke-dasharray stroke-dashoffset stroke-linejoin stroke-linecap stroke-miterlimit
     font-size font-weight text-anchor'''.split())
 
+# %% ../../nbs/page/01_html.ipynb #2d146cd0
 def _colour(v): return f'var(--{_names[v.lower()]})' if v.lower() in _names else v
 
 def _taken_over(el, prefix):
@@ -129,6 +135,7 @@ def _taken_over(el, prefix):
     kids = [o for o in (_taken_over(c, prefix) for c in el) if o is not None]
     return tag(name, *([el.text] if name in ('text', 'tspan') and el.text else []), *kids, **attrs)
 
+# %% ../../nbs/page/01_html.ipynb #c50c20f3
 def inline_svg(text:str, # What matplotlib wrote
                prefix:str, # Of the names in it: unlike that of any other picture of the page
                alt:str, # What it shows, in words
@@ -150,6 +157,7 @@ _style = {'svg.fonttype': 'none', 'svg.hashsalt': 'fastbench', 'text.parse_math'
           **dict.fromkeys(('axes.edgecolor', 'xtick.color', 'ytick.color'), _muted),
           **dict.fromkeys(('axes.labelsize', 'xtick.labelsize', 'ytick.labelsize'), 9)}
 
+# %% ../../nbs/page/01_html.ipynb #83bf3cdd
 def drawn(draw, # Called with matplotlib axes
           height:float, # Inches
           prefix:str, # Of names in the picture

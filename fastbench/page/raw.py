@@ -37,6 +37,7 @@ class Seen:
     @property
     def figures(self): return self.run.figures_of(self.phases if self.timed else None)
 
+# %% ../../nbs/page/02_raw.ipynb #f58a8f8e
 def seen(run:Run, # What to look at; it is left as it is
     )->Seen: # A copy
     "Take in a Run"
@@ -68,6 +69,7 @@ def _walk(o, at, depth=0):
             yield from _walk(v, f'{at}.{k}' if at else str(k), depth+1)
     else: yield at, o if isinstance(o, str) else json.dumps(o, ensure_ascii=False)
 
+# %% ../../nbs/page/02_raw.ipynb #493d67ae
 def fields(run:Run # What was kept
     )->dict: # name with dots -> text; no values of steps
     "Every field of a Run"
@@ -130,6 +132,7 @@ def _step_lines(logs, cols, k):
         for i in range(len(next(iter(vals.values())))):
             yield [s.mark, s.run.id, phase, clock, 1 + i*k*log.stride, *(cell(c, i) for c in cols)]
 
+# %% ../../nbs/page/02_raw.ipynb #8d2b889b
 def steps_csv(all_, # `Seen` Runs
               most:int=20_000, # Lines at most
     )->tuple: # The text; one in how many steps it holds; lines without that

@@ -19,8 +19,10 @@ from ..measure.table import Table, seconds
 
 # %% ../../nbs/runs/01_record.ipynb #a3a9b4e1
 SCHEMA = 2
-STATUSES = dict(ok='finished', diverged='the loss became NaN or infinite: not a timing', failed='ended by an error', interrupted='stopped by its user')
+STATUSES = dict(ok='finished', diverged='the loss became NaN or infinite: not a timing',
+                failed='ended by an error', interrupted='stopped by its user')
 
+# %% ../../nbs/runs/01_record.ipynb #f02a380a
 def new_id(recipe:str, # Name of the recipe
     )->str: # recipe, UTC time to the millisecond and four random bytes: sorts by time, unique among writers
     "A name for a Run, fit for a file on every system"
@@ -34,7 +36,7 @@ def when(id:str # Of a Run, or any file's name
     return found[1] if found else ''
 
 # %% ../../nbs/runs/01_record.ipynb #0b122ba3
-ADDED = ('asked', 'goal', 'largest', 'test', 'noise', 'traceback', 'source')  # fields of a Run that stand in its file only where there is something
+ADDED = ('asked', 'goal', 'largest', 'test', 'noise', 'traceback', 'source')  # in its file only where there is something
 
 @dataclass
 class Run:
@@ -63,7 +65,7 @@ class Run:
     test: dict = field(default_factory=dict)  # loss and metrics on a set that nothing was chosen by
     noise: dict = field(default_factory=dict)  # what others did meanwhile
     traceback: str = ''  # of the error
-    source: dict = field(default_factory=dict)  # of a function of one's own: file, function, commit, dirty, sha256
+    source: dict = field(default_factory=dict)  # of a user's function: file, function, commit, dirty, sha256
     extra: dict = field(default_factory=dict)  # what a caller wrote down, and the fields of a later version
 
     path = None  # the file that holds it, once it is saved or was loaded: not part of the Run
@@ -109,8 +111,8 @@ def as_dict(self:Run)->dict: # Plain values; what is in `extra` stands beside th
 
 # %% ../../nbs/runs/01_record.ipynb #995e021e
 @patch(as_prop=True)
-def phases(self:Run)->Phases|None: # None where nothing was measured, or was not read; raises `UserError` where it cannot be
-    "Where the time went, computed from the raw values"
+def phases(self:Run)->Phases|None: # None where nothing was measured, or was not read
+    "Where the time went, computed from the raw values; a `UserError` where they cannot be read"
     return read_phases(self.profile, f'the Run {self.path or self.id}') if self.profile else None
 
 _stored = dict(step='step', rate='samples_per_second', host_memory='host', device_memory='device')  # in `pace`
@@ -130,7 +132,7 @@ def figures(self:Run)->Figures: # Of a Run that was read without its profile: wi
 
 # %% ../../nbs/runs/01_record.ipynb #c0de39a1
 @patch(as_prop=True)
-def pace(self:Run)->dict: # step: seconds; samples_per_second; host, device: bytes; empty where no step of training was measured
+def pace(self:Run)->dict: # step: seconds; samples_per_second; host, device: bytes; empty where nothing was measured
     "What a list of Runs shows of the profile, as the file's beginning holds it"
     if self.profile is None: return self._pace or {}
     try: f = self.figures
@@ -192,15 +194,18 @@ def _checked(d, name):
             raise UserError(f'{name} is no Run: {k} cannot be {_kind(d[k])}. Was it edited?')
     return d
 
+# %% ../../nbs/runs/01_record.ipynb #01399394
 def _run_of(d, name):
     d = _checked(d, name)
     own = {k: v for k,v in d.items() if k in _kinds}
     try:
-        run = Run(**own | dict(recipe=dict(name=d['recipe'].get('name', 'run'))), extra={k: v for k,v in d.items() if k not in _kinds and k != 'pace'})
+        extra = {k: v for k,v in d.items() if k not in _kinds and k != 'pace'}
+        run = Run(**own | dict(recipe=dict(name=d['recipe'].get('name', 'run'))), extra=extra)
     except UserError as e: raise UserError(f'{name}: {e}') from None
     run.recipe = d['recipe']  # came from JSON: nothing in it to be made plain
     return run
 
+# %% ../../nbs/runs/01_record.ipynb #5bf1c7c1
 def from_json(text:str, # What `to_json` wrote
               name:str='this text', # What to call it in an error: the file
     )->Run: # The same Run
@@ -234,8 +239,8 @@ def title(self:Run)->str: # recipe, precision, device, data
     if p.get('asked') not in (None, p.get('effective')): prec += f" (asked: {p['asked']})"
     data = str(d.get('name', '')) + (f" (asked: {d['asked']})" if d.get('asked') not in (None, d.get('name')) else '')
     bs = self.recipe.get('bs')
-    each = self.recipe.get('name', ''),prec,self.device.get('name', ''),data,f'batch {bs}' if bs else ''
-    return ' · '.join(str(o) for o in each if o)
+    parts = self.recipe.get('name', ''),prec,self.device.get('name', ''),data,f'batch {bs}' if bs else ''
+    return ' · '.join(str(o) for o in parts if o)
 
 @patch(as_prop=True)
 def table(self:Run): # A `Table`, without rows if nothing was measured or the Run diverged

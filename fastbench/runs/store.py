@@ -132,8 +132,10 @@ def files(folder=FOLDER # Where Runs are kept
     except NotADirectoryError:
         raise UserError(f'{_file_in(folder)} is a file: `--out` wants the folder that holds Runs') from None
     except OSError as e: raise UserError(f'{folder} cannot be read: {e.strerror}') from None
-    return sorted((folder/o for o in names if o.endswith('.json') and o[0] != '.'), key=lambda o: (when(o.stem), o.name))
+    found = (folder/o for o in names if o.endswith('.json') and o[0] != '.')
+    return sorted(found, key=lambda o: (when(o.stem), o.name))
 
+# %% ../../nbs/runs/02_store.ipynb #5faa8414
 def load_all(folder=FOLDER, # Where Runs are kept
          last:int|None=None, # Only so many, the newest
     )->tuple: # Runs, oldest first; errors, a line for each file that cannot be read

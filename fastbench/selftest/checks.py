@@ -46,6 +46,7 @@ class Here:
         "Go on, on these devices alone"
         if self.device.type not in kinds: raise NotHere(why)
 
+# %% ../../nbs/selftest/00_checks.ipynb #2431c97d
 CHECKS = {}  # name -> (function, what it checks, only with --full)
 
 def check(about:str, # What must hold
@@ -57,6 +58,7 @@ def check(about:str, # What must hold
         return f
     return add
 
+# %% ../../nbs/selftest/00_checks.ipynb #3b23cf74
 def require(ok, # What must hold
             text:str, # What was seen, where it does not
     ):
@@ -75,6 +77,7 @@ def _fit(learn, n=1, **kwargs):
         learn.fit(n, **kwargs)
     return learn
 
+# %% ../../nbs/selftest/00_checks.ipynb #0cf9311a
 def _can(here, precision):
     try: check_precision(precision, here.device)
     except UserError: return False
@@ -97,6 +100,7 @@ class _Waits(Callback):
         torch.cuda.set_sync_debug_mode('warn' if on else 'default')
     def after_fit(self): torch.cuda.set_sync_debug_mode('default')
 
+# %% ../../nbs/selftest/00_checks.ipynb #a9cdef02
 WAITS = {  # recipe, changes, waits a step at most
     'fp32': ('digits-xresnet18', {}, 0),
     'bf16': ('digits-xresnet18', dict(precision='bf16'), 0),
@@ -107,6 +111,7 @@ WAITS = {  # recipe, changes, waits a step at most
     'texts, sorted': ('docstrings-distilbert', dict(sample=.3), 1),
     'texts, packed': ('docstrings-distilbert', dict(loader='packed', attention='values', sample=.3), 0)}
 
+# %% ../../nbs/selftest/00_checks.ipynb #e55744b8
 def count_waits(here:Here, # Where
                 recipe:str, # Which training
                 **changes # Of its fields
@@ -120,6 +125,7 @@ def count_waits(here:Here, # Where
     finally: torch.cuda.set_sync_debug_mode('default')
     return sum('synchroniz' in str(o.message) for o in got)/max(1, seen.steps)
 
+# %% ../../nbs/selftest/00_checks.ipynb #1ec661db
 @check('no wait of the host for the device in a training step')
 def _waits(here):
     here.only('cuda', why='there is no queue to wait for, or PyTorch does not tell')
@@ -139,6 +145,7 @@ def _profiler(here):
     require(off < .01, f'rows and phases differ by {off:.1%}')
     return f'rows within {off:.2%} of the phases'
 
+# %% ../../nbs/selftest/00_checks.ipynb #3b1168ad
 class _Net(nn.Module):
     "`n` layers of `width`, so that either launching or computing takes the time"
     def __init__(self, n, width):
@@ -154,6 +161,7 @@ class _Augmented(list):
             for _ in range(self.n): x = (x @ x.T @ x)/len(x)**2
             yield x,y
 
+# %% ../../nbs/selftest/00_checks.ipynb #4259bfdc
 NETS = {'launch-bound': dict(n=200, width=16, bs=16, bound='launch-bound'),
         'compute-bound': dict(n=8, width=4096, bs=2048, bound='compute-bound'),
         'augmented on the device': dict(n=8, width=2048, bs=2048, augment=40, bound='input-bound on the device')}
@@ -164,6 +172,7 @@ def _dense(here, n, width, bs, steps, augment=0, opt_func=fused_sgd, **kwargs):
     dls = DataLoaders(_Augmented([b]*steps, augment), [], device=here.device)
     return BenchLearner(dls, _Net(n, width), loss_func=nn.MSELoss(), opt_func=opt_func, **kwargs)
 
+# %% ../../nbs/selftest/00_checks.ipynb #0ddf0941
 def _compare_clocks(here, bound, steps=40, **net):
     learn = _fit(_dense(here, steps=steps, **net).profile())
     row = next(r for r in learn.profiler.table.rows if (r['phase'], r['action']) == ('train', 'step'))
@@ -171,6 +180,7 @@ def _compare_clocks(here, bound, steps=40, **net):
     busy = sum(o['seconds'] for o in seen['top']) if len(seen['top']) < 10 else seen['busy']*seen['seconds']
     return row['device_busy'],busy,learn.profiler.table.verdict['bound']
 
+# %% ../../nbs/selftest/00_checks.ipynb #a72b8708
 @check("the device's rows agree with the sum of its kernels, and the verdict with what was made")
 def _device_clock(here):
     here.only('cuda', 'xpu', why='this device has no second clock that could disagree')
@@ -183,6 +193,7 @@ def _device_clock(here):
         require(abs(ours/kernels - 1) < .15, said[-1])
     return '; '.join(said)
 
+# %% ../../nbs/selftest/00_checks.ipynb #735d97b9
 @check('a GPU by each of its names, the profiler on; with --full compiled as well')
 def _device_names(here):
     kind = here.device.type
@@ -213,6 +224,7 @@ def _tiny(family, dropout=0.):
 
 FAMILIES = ('BERT', 'RoBERTa', 'ModernBERT', 'Llama', 'T5')
 
+# %% ../../nbs/selftest/00_checks.ipynb #f94d584c
 def _both(model, dtype, lengths=(30, 7, 19)):
     "(output, gradient) of a packed and of a padded batch, as lists of tensors"
     packed,padded,bounds = _probe(model, list(lengths))
@@ -227,6 +239,7 @@ def _both(model, dtype, lengths=(30, 7, 19)):
         res.append([out.detach().float()] + [p.grad.float() for p in model.parameters() if p.grad is not None])
     return res
 
+# %% ../../nbs/selftest/00_checks.ipynb #bbbec686
 def _share(xs, ys):
     "The difference of two lists of tensors as a share of the second"
     return (sum((x - y).pow(2).sum() for x,y in zip(xs, ys))/sum(y.pow(2).sum() for y in ys)).sqrt().item()
@@ -241,6 +254,7 @@ def _agree(here, family, precision):
     require(all(o.isfinite().all() for o in with_dropout), f'{what} with dropout: not finite')
     return off
 
+# %% ../../nbs/selftest/00_checks.ipynb #d226e0fe
 @check('packed texts give the outputs and gradients of padded ones, in each precision')
 def _packed(here):
     worst,refused = dict.fromkeys(_precisions(here), 0.),[]
@@ -262,6 +276,7 @@ def _largest_batch(here):
     free(here.device)
     return f'{int(found)}: {found.why}'
 
+# %% ../../nbs/selftest/00_checks.ipynb #cc188ad5
 @check('fp16 overflows and recovers as with PyTorch\'s scaler read by the host')
 def _overflow(here):
     here.only('cuda', why='fp16 is trained on GPUs')
@@ -276,6 +291,7 @@ def _overflow(here):
     require(skipped > 0 and theirs == ours, seen)
     return f'{skipped} steps skipped, scale {ours:g}, as fastai has it'
 
+# %% ../../nbs/selftest/00_checks.ipynb #8d464f15
 @contextmanager
 def _matmul(precision):
     was = torch.get_float32_matmul_precision()
@@ -283,6 +299,7 @@ def _matmul(precision):
     try: yield
     finally: torch.set_float32_matmul_precision(was)
 
+# %% ../../nbs/selftest/00_checks.ipynb #25db7d49
 @check('the peak of matrix products, in each precision')
 def _peak(here):
     if here.device.type not in ('cpu', 'cuda'): raise NotHere('a device without a known order of its precisions')
@@ -310,6 +327,7 @@ def _driver(here):
     gpu = f"{nv.nvmlDeviceGetName(handle)}, driver {nv.nvmlSystemGetDriverVersion()}{', a MIG slice' if mig else ''}"
     return f"{gpu}, {state.get('others', 'an unknown number of')} other processes"
 
+# %% ../../nbs/selftest/00_checks.ipynb #de97b63b
 @check('events, and what MPS leaves to the CPU')
 def _mps(here):
     here.only('mps', why='no Apple GPU')
@@ -318,6 +336,7 @@ def _mps(here):
     _fit(_learner(here, 'dawn-photos-ten-epochs', epochs=1, precision='fp32', batches=4))
     return table.verdict['text']
 
+# %% ../../nbs/selftest/00_checks.ipynb #3865df3c
 @check('compiled: with averaged weights, in half precision, with a partial batch', full=True)
 def _compiled(here):
     said,precision = [],'half' if _can(here, 'bf16') else 'fp32'
@@ -328,6 +347,7 @@ def _compiled(here):
         require(learn.compiling.recompiles <= 2, said[-1])
     return '; '.join(said)
 
+# %% ../../nbs/selftest/00_checks.ipynb #b2b079d8
 @check('the last rung of dawn-photos reaches its target, three times', full=True)
 def _time_to_accuracy(here):
     runs = [_run(here, 'dawn-photos-airbench', repeat=i) for i in range(3)]
@@ -335,12 +355,14 @@ def _time_to_accuracy(here):
     require(len(took) == 3, f"{len(took)} of 3 reached it: {', '.join(str(r.error or r.status) for r in runs)}")
     return f"{', '.join(f'{o:.3g}' for o in took)} s"
 
+# %% ../../nbs/selftest/00_checks.ipynb #990a012c
 @check('texts: from padded batches in fp32 to packed ones with a fused optimizer', full=True)
 def _faster(here):
     runs = [_run(here, f'faster-docstrings-{o}', epochs=1) for o in ('plain', 'fused')]
     require(all(r.status == 'ok' for r in runs), '; '.join(str(r.error) for r in runs if r.status != 'ok'))
     return f'{runs[0].seconds:.3g} s and {runs[1].seconds:.3g} s an epoch, {runs[0].seconds/runs[1].seconds:.2f}x'
 
+# %% ../../nbs/selftest/00_checks.ipynb #f256c491
 @check('a training of suite colab and one of suite fp16 in both precisions, on images that are always there', full=True)
 def _suites(here):
     small = dict(data='photos', size=64, bs=64, epochs=1, workers=0)
@@ -352,6 +374,7 @@ def _suites(here):
     require(all(r.status == 'ok' for r in runs), '; '.join(str(r.error) for r in runs if r.status != 'ok'))
     return ', '.join(f"{r.recipe['name']} {r.precision['effective']} {r.seconds:.3g} s" for r in runs)
 
+# %% ../../nbs/selftest/00_checks.ipynb #3a808b27
 @check('the tests of the checkout that want a CUDA device', full=True)
 def _tests(here):
     here.only('cuda', why='they want a CUDA device')

@@ -9,6 +9,8 @@ __all__ = ['Selftest', 'selftest', 'Hardware', 'hardware']
 import time
 from pathlib import Path
 
+from fastcore.basics import patch
+
 from .. import __version__
 from ..machine.environment import device_info, environment
 from ..page.html import page, table, tag
@@ -36,33 +38,36 @@ class Selftest(Table):
         "What did not hold"
         return [o['check'] for o in self.rows if o['verdict'] == 'failed']
 
-    @property
-    def line(self):
-        "All of it in one line, for an issue"
-        n = {k: sum(o['verdict'] == k for o in self.rows) for k in ('passed', 'failed', 'skipped', 'not run')}
-        said = ', '.join(f'{v} {k}' for k,v in n.items() if v or k in ('passed', 'failed'))
-        if self.failed: said += f" ({', '.join(self.failed)})"
-        full = ' full' if self.run.recipe['full'] else ''
-        return ' · '.join([f'selftest{full}: {said}', *filter(None, self._where())])
+# %% ../../nbs/selftest/01_report.ipynb #72d23e4d
+@patch(as_prop=True)
+def line(self:Selftest):
+    "All of it in one line, for an issue"
+    n = {k: sum(o['verdict'] == k for o in self.rows) for k in ('passed', 'failed', 'skipped', 'not run')}
+    said = ', '.join(f'{v} {k}' for k,v in n.items() if v or k in ('passed', 'failed'))
+    if self.failed: said += f" ({', '.join(self.failed)})"
+    full = ' full' if self.run.recipe['full'] else ''
+    return ' · '.join([f'selftest{full}: {said}', *filter(None, self._where())])
 
-    def _where(self):
-        "The device, its driver and the versions; empty what is not known"
-        d,versions = self.run.device,self.run.environment.get('versions', {})
-        return [_name(self.run), d.get('driver') and f"driver {d['driver']}",
-                d.get('capability') and f"sm_{d['capability'].replace('.', '')}",
-                f"torch {versions.get('torch', '?')}", f'fastbench {__version__}']
+@patch
+def _where(self:Selftest):
+    "The device, its driver and the versions; empty what is not known"
+    d,versions = self.run.device,self.run.environment.get('versions', {})
+    return [_name(self.run), d.get('driver') and f"driver {d['driver']}",
+            d.get('capability') and f"sm_{d['capability'].replace('.', '')}",
+            f"torch {versions.get('torch', '?')}", f'fastbench {__version__}']
 
-    @property
-    def html(self): # The whole document
-        "A page to keep"
-        rows = [[o['check'], o['verdict'], seconds(o['seconds']), o['detail']] for o in self.rows]
-        classes = ['bad' if o['verdict'] in ('failed', 'not run') else '' for o in self.rows]
-        head = tag('header', tag('h1', self.title), tag('p', f'{self.run.started[:10]} · {self.run.id}', cls='sub'))
-        heads = [o[1] for o in self.columns]
-        checks = table(heads, rows, left=(0, 1, 3), about='Checks', classes=classes, wrap=(3,))
-        main = tag('main', tag('section', tag('p', self.line)), tag('section', checks))
-        foot = tag('footer', tag('p', f'Written by fastbench {__version__}.'))
-        return page(f'{self.title} · fastbench', head, main, foot)
+# %% ../../nbs/selftest/01_report.ipynb #e6edb096
+@patch(as_prop=True)
+def html(self:Selftest): # The whole document
+    "A page to keep"
+    rows = [[o['check'], o['verdict'], seconds(o['seconds']), o['detail']] for o in self.rows]
+    classes = ['bad' if o['verdict'] in ('failed', 'not run') else '' for o in self.rows]
+    head = tag('header', tag('h1', self.title), tag('p', f'{self.run.started[:10]} · {self.run.id}', cls='sub'))
+    heads = [o[1] for o in self.columns]
+    checks = table(heads, rows, left=(0, 1, 3), about='Checks', classes=classes, wrap=(3,))
+    main = tag('main', tag('section', tag('p', self.line)), tag('section', checks))
+    foot = tag('footer', tag('p', f'Written by fastbench {__version__}.'))
+    return page(f'{self.title} · fastbench', head, main, foot)
 
 # %% ../../nbs/selftest/01_report.ipynb #se000006
 def _one(name, f, here, explain):
@@ -80,6 +85,7 @@ def _one(name, f, here, explain):
 def _without(name, verdict, why): # why it was not tried
     return dict(check=name, verdict=verdict, seconds=None, detail=why)
 
+# %% ../../nbs/selftest/01_report.ipynb #9bb77a85
 def selftest(device=None, # As torch writes it: 'cuda', 'cuda:1', 'mps', 'xpu', 'cpu'; None: fastai's default
              full:bool=False, # Also what takes minutes
              only=(), # Names of checks; all if none
@@ -103,6 +109,7 @@ def selftest(device=None, # As torch writes it: 'cuda', 'cuda:1', 'mps', 'xpu', 
         tell(rows[-1])
     return Selftest(_run_of(here, rows))
 
+# %% ../../nbs/selftest/01_report.ipynb #e8b1418f
 def _run_of(here, rows):
     failed = [o['check'] for o in rows if o['verdict'] in ('failed', 'not run')]
     try: about = device_info(here.device)
@@ -129,6 +136,7 @@ def _hardware_row(name, r):
     return dict(device=name, checks='full' if r.recipe['full'] else 'quick', **n, torch=v.get('torch'),
                 fastbench=v.get('fastbench'), date=r.started[:10], run=r.id)
 
+# %% ../../nbs/selftest/01_report.ipynb #0f701993
 def hardware(folder # Where Runs are kept
     )->Hardware: # `rows`, and every format of a table
     "On which devices a selftest was kept, and how it ended"

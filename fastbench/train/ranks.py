@@ -32,16 +32,27 @@ class RankDL(CopiesAhead, DistributedDL):
         self.mine = idxs[self.rank*n//ranks:(self.rank+1)*n//ranks]
         return self.mine + idxs[:len(self.mine) <= (-(-n//ranks)-1)//bs*bs]
 
-    def no_more(self, i # Number of a batch
-        )->bool:
-        "Does a batch hold nothing but a repeat?"
-        return self.mine is not None and not self.repeats and i*(self.bs or 1) >= len(self.mine)
+# %% ../../nbs/train/02_ranks.ipynb #16ab77c0
+@patch
+def no_more(self:RankDL, i # Number of a batch
+    )->bool:
+    "Does a batch hold nothing but a repeat?"
+    return self.mine is not None and not self.repeats and i*(self.bs or 1) >= len(self.mine)
 
-    def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, False)
-    def _broadcast(self, t, rank):
-        t = torch.tensor(t, device='cuda' if torch.distributed.get_backend() == 'nccl' else 'cpu')
-        torch.distributed.broadcast(t, rank)
-        return t.cpu().tolist()
+@patch
+def to_detach(self:RankDL, b, # A batch, or anything of it
+              cpu=True, # On the CPU
+              gather=True, # Ignored: nothing is gathered
+    ):
+    "A batch as it is: each rank has its own"
+    return to_detach(b, cpu, False)
+
+@patch
+def _broadcast(self:RankDL, t, rank):
+    "What rank `rank` has, on all"
+    t = torch.tensor(t, device='cuda' if torch.distributed.get_backend() == 'nccl' else 'cpu')
+    torch.distributed.broadcast(t, rank)
+    return t.cpu().tolist()
 
 # %% ../../nbs/train/02_ranks.ipynb #aff66f59
 def _sums(metric):
@@ -60,6 +71,7 @@ def add_up(metrics # fastai's `Metric`s, the same on all ranks
         m.preds,m.targs = (sum(o, []) for o in zip(*parts))
     return [m for m in metrics if not _sums(m) and m not in kept]
 
+# %% ../../nbs/train/02_ranks.ipynb #44a4d440
 def _of_all(o):
     res = [None]*torch.distributed.get_world_size()
     torch.distributed.all_gather_object(res, o)
@@ -143,6 +155,7 @@ def _lengths(o):
     if isinstance(o, (Tensor, L)): return [len(o)]
     return [n for p in o for n in _lengths(p)] if isinstance(o, (tuple, list)) else []
 
+# %% ../../nbs/train/02_ranks.ipynb #62f91b44
 def joined(parts # What `get_preds` gave on each rank: tensors, `L`s, tuples of these, or None
     ): # One after the other
     "The results of all ranks as one"
@@ -192,6 +205,7 @@ def _alone(get_preds, ds_idx, dl, reorder, **kwargs):
     res = get_preds(ds_idx, _Alone(dl), reorder=False, **kwargs)
     return nested_reorder(res, torch.tensor(dl.mine).argsort()) if reorder else res
 
+# %% ../../nbs/train/02_ranks.ipynb #953a8b72
 def _gathered(get_preds, ds_idx, dl, reorder, **kwargs):
     "Predict the part of this rank, and put together those of all"
     try: res,why = get_preds(ds_idx, dl, reorder=False, **kwargs),None

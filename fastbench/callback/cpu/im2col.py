@@ -22,7 +22,8 @@ def _windows(x, kernel, stride, dilation): # x: samples, rows, columns, channels
     n,*size,c = x.shape
     across = _positions(size, kernel, stride, dilation, (0, 0))
     steps = x.stride()[1:3]
-    return x.as_strided((n, *across, *kernel, c), (x.stride(0), *(o*s for o,s in zip(steps, stride)), *(o*d for o,d in zip(steps, dilation)), x.stride(3)))
+    between = [o*s for o,s in zip(steps, stride)] + [o*d for o,d in zip(steps, dilation)]
+    return x.as_strided((n, *across, *kernel, c), (x.stride(0), *between, x.stride(3)))
 
 def _columns(x, how):
     "Windows as the rows of a matrix, and their positions"
@@ -34,10 +35,12 @@ def _columns(x, how):
 def _plain_how(how): return how[1],how[3][::-2],how[2]  # stride, padding, dilation
 
 def _of_input(g, x, w, how):
-    return torch.ops.aten.convolution_backward(g, x, w, None, *_plain_how(how), False, (0, 0), 1, (True, False, False))[0]
+    backward = torch.ops.aten.convolution_backward
+    return backward(g, x, w, None, *_plain_how(how), False, (0, 0), 1, (True, False, False))[0]
 
 def _rows(w): return w.permute(0, 2, 3, 1).reshape(len(w), -1)  # a view of what is channels-last
 
+# %% ../../../nbs/callback/cpu/14_im2col.ipynb #42d16a11
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b, how, whole):
@@ -56,6 +59,7 @@ class _Product(torch.autograd.Function):
         if for_x: of_x = _overlap(rows @ _rows(w), x, ctx.how) if ctx.whole else _of_input(g, x, w, ctx.how)
         return of_x,of_w,rows.sum(0) if for_b else None,None,None
 
+# %% ../../../nbs/callback/cpu/14_im2col.ipynb #9906753d
 def _overlap(parts, x, how):
     (n,c,height,width),(kernel,stride,dilation,(left,right,top,bottom)) = x.shape,how
     res = torch.zeros(n, top+height+bottom, left+width+right, c)
@@ -79,17 +83,20 @@ def _way(m, x):
     if size >= 2**18 and positions <= 16 and len(x)*positions <= 2*n_out: return True
     return False if pads[::2] == pads[1::2] else None
 
+# %% ../../../nbs/callback/cpu/14_im2col.ipynb #ccaa4fc2
 def _conv(m, f, x):
     dtype = torch.is_autocast_enabled('cpu') and torch.get_autocast_dtype('cpu') or x.dtype
-    if x.device.type != 'cpu' or dtype != torch.bfloat16 or torch.compiler.is_compiling() or (whole := _way(m, x)) is None:
-        return f(x)
+    if x.device.type != 'cpu' or dtype != torch.bfloat16 or torch.compiler.is_compiling(): return f(x)
+    if (whole := _way(m, x)) is None: return f(x)
     with torch.autocast('cpu', enabled=False):
         return _Product.apply(*(o if o is None else o.to(dtype) for o in (x, m.weight, m.bias)), _how(m), whole)
 
+# %% ../../../nbs/callback/cpu/14_im2col.ipynb #213d11d3
 def _plain(m): # is it PyTorch's own convolution?
-    return all(has_method(m, o, nn.Conv2d) for o in ('forward', '_conv_forward')) and m.groups == 1 and m.padding_mode == 'zeros'
+    if not all(has_method(m, o, nn.Conv2d) for o in ('forward', '_conv_forward')): return False
+    return m.groups == 1 and m.padding_mode == 'zeros'
 
 def im2col(model # A `nn.Module`
     )->list: # A function for each: call it, and it convolves again
-    "Let 2-d convolutions of `model` multiply matrices where that is faster: in bf16 on a CPU, on small maps ([Chellapilla et al., 2006](https://inria.hal.science/inria-00112631))"
+    "Let 2-d convolutions of `model` multiply matrices where that is faster: in bf16 on a CPU, on small maps"
     return [override(m, 'forward', partial(_conv, m)) for m in model.modules() if _plain(m)]

@@ -29,7 +29,8 @@ def check_malloc(device='cpu', # Where the training is
     if other:
         raise UserError(f"keep_memory has no effect: {other} is preloaded and allocates instead of glibc; leave it "
                         "out, or LD_PRELOAD")
-    mine = next((k for k in ('GLIBC_TUNABLES', 'MALLOC_MMAP_THRESHOLD_', 'MALLOC_TRIM_THRESHOLD_') if k in os.environ and 'threshold' in f'{k}{os.environ[k]}'.lower()), None)
+    set_by = 'GLIBC_TUNABLES', 'MALLOC_MMAP_THRESHOLD_', 'MALLOC_TRIM_THRESHOLD_'
+    mine = next((k for k in set_by if k in os.environ and 'threshold' in f'{k}{os.environ[k]}'.lower()), None)
     if mine:
         raise UserError(f'keep_memory has no effect: {mine} sets the thresholds of this process already; leave one of '
                         'the two out')
@@ -44,7 +45,8 @@ class KeepMemory(DuringFit):
     def switch_on(self):
         lib = check_malloc(train_device(self.learn))
         _on.append(self)
-        lib.mallopt(_MMAP, 2**31-1), lib.mallopt(_TRIM, -1), lib.mallopt(_PAD, 64*2**20)  # no block below 2 GiB by itself, nothing given back
+        # no block below 2 GiB by itself, nothing given back
+        lib.mallopt(_MMAP, 2**31-1), lib.mallopt(_TRIM, -1), lib.mallopt(_PAD, 64*2**20)
 
     def switch_off(self):
         if self not in _on: return

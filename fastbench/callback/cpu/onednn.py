@@ -66,15 +66,17 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, g):
         (x,w),(for_x,for_w,for_b) = ctx.saved_tensors,ctx.needs_input_grad
         rows = g.flatten(0, -2)
-        return (onednn_linear(g, w.t()) if for_x else None, onednn_linear(rows.t(), x.flatten(0, -2).t()) if for_w else None, rows.sum(0) if for_b else None)
+        of_x = onednn_linear(g, w.t()) if for_x else None
+        of_w = onednn_linear(rows.t(), x.flatten(0, -2).t()) if for_w else None
+        return of_x,of_w,rows.sum(0) if for_b else None
 
 # %% ../../../nbs/callback/cpu/11_onednn.ipynb #893140e4
 _least = 2**22  # multiplications: some 0.1 ms
 
 def _linear(m, f, x):
     w,b = m.weight,m.bias
-    if x.numel()*len(w) < _least or not x.dtype == w.dtype == torch.float32 or x.ndim < 2 or torch.is_autocast_enabled('cpu'):
-        return f(x)
+    if x.numel()*len(w) < _least or x.ndim < 2: return f(x)
+    if not x.dtype == w.dtype == torch.float32 or torch.is_autocast_enabled('cpu'): return f(x)
     return _Linear.apply(x, w, b)
 
 # %% ../../../nbs/callback/cpu/11_onednn.ipynb #a871fbf8

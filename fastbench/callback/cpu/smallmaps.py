@@ -23,7 +23,8 @@ def _positions(size, kernel, stride, dilation, padding): # padding: on both side
 def _meets_all(size, positions, kernel, stride, dilation, pad):
     return all(any(0 <= o*stride - pad + i*dilation < size for o in range(positions)) for i in range(kernel))
 
-def _at_risk(conv, map_size, positions=None): # positions: of the kernel in each dimension; None: as a convolution has them
+def _at_risk(conv, map_size, positions=None):
+    "May the gradient be wrong? `positions` of the kernel in each dimension; None: as a convolution has them"
     kernel,stride,dilation = conv.kernel_size,conv.stride,conv.dilation
     if all(n >= d*(k-1) + s for n,k,s,d in zip(map_size, kernel, stride, dilation)): return False
     if len(kernel) == 3: return True
@@ -39,7 +40,8 @@ def _in_fp32(f, x, weight, bias):
     with torch.autocast('cpu', enabled=False):
         return f(x.float(), weight.float(), bias if bias is None else bias.float()).to(torch.bfloat16)
 
-_transposed = {nn.ConvTranspose1d: F.conv_transpose1d, nn.ConvTranspose2d: F.conv_transpose2d, nn.ConvTranspose3d: F.conv_transpose3d}
+_transposed = {nn.ConvTranspose1d: F.conv_transpose1d, nn.ConvTranspose2d: F.conv_transpose2d,
+               nn.ConvTranspose3d: F.conv_transpose3d}
 
 def _conv(m, f, x, weight, bias):
     return _in_fp32(f, x, weight, bias) if _in_bf16(x) and _at_risk(m, x.shape[2-weight.ndim:]) else f(x, weight, bias)
@@ -47,10 +49,12 @@ def _conv(m, f, x, weight, bias):
 def _transposed_conv(m, f, x, output_size=None):
     dims = len(m.kernel_size)
     more = m._output_padding(x, output_size, m.stride, m.padding, m.kernel_size, dims, m.dilation)
-    size = [(n-1)*s - 2*p + d*(k-1) + o + 1 for n,s,p,d,k,o in zip(x.shape[-dims:], m.stride, m.padding, m.dilation, m.kernel_size, more)]
+    of_dims = zip(x.shape[-dims:], m.stride, m.padding, m.dilation, m.kernel_size, more)
+    size = [(n-1)*s - 2*p + d*(k-1) + o + 1 for n,s,p,d,k,o in of_dims]
     if not (_in_bf16(x) and _at_risk(m, size, x.shape[-dims:])): return f(x, output_size)
     transposed = next(o for cls,o in _transposed.items() if isinstance(m, cls))
-    return _in_fp32(lambda *args: transposed(*args, m.stride, m.padding, more, m.groups, m.dilation), x, m.weight, m.bias)
+    def f32(*args): return transposed(*args, m.stride, m.padding, more, m.groups, m.dilation)
+    return _in_fp32(f32, x, m.weight, m.bias)
 
 # %% ../../../nbs/callback/cpu/09_smallmaps.ipynb #cfcbc78f
 def _override(m):
