@@ -112,24 +112,27 @@ class Kind(Recipe):
         "The Learner of this recipe"
         raise NotImplementedError(f'{type(self).__name__} does not say how its Learner is made: give it a make_learner')
 
-    def check(self):
-        "Refuse a field that has no effect because of another one"
-        self.only_if(self.bs == 'largest', "bs='largest'", 'memory')
-        if self.eps is not None and self.opt.endswith(('sgd', 'nesterov', 'muon')):
-            raise UserError(f'eps={self.eps!r} cannot be: {self.opt} has no eps; leave it None')
-
-    def only_if(self, ok:bool, # Do the fields have an effect?
-                where:str, # With what they go, in words
-                *names:str, # The fields
-        ):
-        "Refuse fields that were set and have no effect"
-        for k in names:
-            v = getattr(self, k)
-            if not ok and v != self.__dataclass_fields__[k].default:
-                raise UserError(f'{k}={v!r} has no effect in this recipe: it goes with {where}')
-
     def switch_on(self, learn): # The Learner, made
         "Add to `learn` what only this kind has: callbacks, a memory format"
+
+# %% ../nbs/02_recipe.ipynb #62d9e3e7
+@patch
+def check(self:Kind):
+    "Refuse a field that has no effect because of another one"
+    self.only_if(self.bs == 'largest', "bs='largest'", 'memory')
+    if self.eps is not None and self.opt.endswith(('sgd', 'nesterov', 'muon')):
+        raise UserError(f'eps={self.eps!r} cannot be: {self.opt} has no eps; leave it None')
+
+@patch
+def only_if(self:Kind, ok:bool, # Do the fields have an effect?
+            where:str, # With what they go, in words
+            *names:str, # The fields
+    ):
+    "Refuse fields that were set and have no effect"
+    for k in names:
+        v = getattr(self, k)
+        if not ok and v != self.__dataclass_fields__[k].default:
+            raise UserError(f'{k}={v!r} has no effect in this recipe: it goes with {where}')
 
 # %% ../nbs/02_recipe.ipynb #5a0ecdec
 @patch
@@ -159,8 +162,18 @@ def sized(self:Kind, learn): # learn: as `build` made it
     "The recipe with the batch size in effect: data may be less than a batch"
     return but(self, bs=getattr(learn.dls, 'info', {}).get('bs', self.bs))
 
+@patch(as_prop=True)
+def ref(self:Kind)->str: # A name
+    "What another Python finds it by"
+    return self.name
+
 @patch
 def ready(self:Kind): "Refuse what cannot run, before a process is started for it"
+
+@patch
+def short(self:Kind): # A recipe
+    "The same in a few seconds, to fill caches"
+    return but(self, epochs=1, batches=2)
 
 @patch
 def leave(self:Kind, learn): "Put back what making `learn`, which may be None, has changed of the process"

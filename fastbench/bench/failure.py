@@ -35,6 +35,7 @@ def is_lost(e:BaseException # What a step raised
     "Does the device, or this process on it, work no more?"
     return any(o in str(e) for o in list(_lost)[1:])
 
+# %% ../../nbs/bench/01_failure.ipynb #509756e6
 def explain(e:BaseException, # What ended the training
             device, # Where it trained
             bs=None, # Samples in a batch

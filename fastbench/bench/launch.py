@@ -53,7 +53,8 @@ def _settle(stop, control, offline, born_with, output):
     for s in (*_STOPS, _POKE): signal.signal(s, stop.handle)
     _mask('SIG_UNBLOCK')
     threading.Thread(target=_hear, args=(control, threading.main_thread().ident), daemon=True).start()
-    multiprocessing.set_start_method(None, force=True)  # else the loader's processes would be started the way this one was
+    # else the loader's processes would be started the way this one was
+    multiprocessing.set_start_method(None, force=True)
     if output is not None: os.dup2(output.fileno(), 2)
     with suppress(OSError): os.dup2(2, 1)  # whatever a library prints: stdout is the parent's answer
     for k,v in born_with.items(): _set(k, v)
@@ -173,7 +174,7 @@ class CannotStart(UserError):
     "No process for the run could be had"
 
 class Interrupted(Exception):
-    "A signal ended the run; `signum` says which, `path` is the Run that holds what was measured, or None; `note` what else is to be said"
+    "A signal ended the run; `path` is the Run that holds what was measured, or None"
     def __init__(self, signum, # Number of the signal
                  path=None, # What was kept
                  note='', # What became of the training
@@ -202,7 +203,8 @@ class Signals:
         finally: self._raise = False
 
 # %% ../../nbs/bench/03_launch.ipynb #572357e2
-_BIRTH = dict(PYTHONWARNINGS='ignore::FutureWarning', PYTHONSAFEPATH='1')  # quiet imports, and none from the current folder
+# quiet imports, and none from the current folder
+_BIRTH = dict(PYTHONWARNINGS='ignore::FutureWarning', PYTHONSAFEPATH='1')
 
 def _born_with(): return {k: os.environ.get(k) for k in _BIRTH}
 
@@ -306,7 +308,8 @@ def _outcome(last, got, recipe, repeat, folder, code):
 
 def _failed(recipe, repeat, folder, error, **more):
     r = get_recipe(recipe, seed=recipe.seed + repeat)
-    run = Run(recipe=as_dict(r), seed=r.seed, repeat=repeat, status='failed', error=error.splitlines()[0], environment=environment(), **more)
+    run = Run(recipe=as_dict(r), seed=r.seed, repeat=repeat, status='failed', error=error.splitlines()[0],
+              environment=environment(), source=r.origin(), **more)
     return str(save(run, folder))
 
 def _refusal(name, text):

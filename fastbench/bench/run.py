@@ -16,6 +16,7 @@ from fastai.callback.schedule import Learner  # adds fit_one_cycle
 from fastai.callback.tracker import SaveModelCallback
 from fastai.learner import Recorder
 from fastai.torch_core import set_seed
+from fastcore.basics import patch
 
 import fastbench.measure.profiler  # adds profile
 import fastbench.train.schedule  # adds fit_linear
@@ -45,6 +46,7 @@ class _Glimpse:
             self.coming[1].record(*([api.current_stream(loss.device)] if hasattr(api, 'current_stream') else []))
         return ok
 
+# %% ../../nbs/bench/02_run.ipynb #11a1294d
 class Watch(Callback):
     "Tell how far the training is; stop it between two steps, or when it diverges"
     order = Recorder.order + 1
@@ -53,41 +55,44 @@ class Watch(Callback):
         stop=None, # Called after each step: True ends the fit
         look=None, # Called after an epoch, at most every 5 seconds: what is to be seen of the machine
     ):
-        self._tell,self._stop,self._look,self._next,self._history = tell or (lambda o: None),stop or (lambda: False),look,0.,[]
-        self._looked,self.seen = -math.inf,[]
+        self._tell,self._stop,self._look = tell or (lambda o: None),stop or (lambda: False),look
+        self._next,self._looked,self._history,self.seen = 0.,-math.inf,[],[]
         self.diverged = self.stopped = False
         self._finite = _Glimpse()
 
     def before_fit(self):
-        if self.diverged or self.stopped: raise CancelFitException  # a fit of several
+        if self.diverged or self.stopped: raise CancelFitException  # the next of several fits
 
-    def after_batch(self):
-        now = time.monotonic()
-        if now > self._next or self.iter+1 == self.n_iter:
-            self._next = now + .2
-            if self.training and self.learn.loss.device.type != 'cpu':
-                self.diverged |= not self._finite(self.learn.loss)
-            self._tell(dict(epoch=self.epoch, epochs=self.n_epoch, step=self.iter+1, steps=self.n_iter, phase='train' if self.training else 'valid'))
-        if self.training and self.learn.loss.device.type == 'cpu':
-            self.diverged |= not math.isfinite(self.learn.loss.detach().mean())
-        self.stopped = bool(self._stop())
-        if self.diverged or self.stopped: raise CancelFitException
+# %% ../../nbs/bench/02_run.ipynb #befd03ec
+@patch
+def after_batch(self:Watch):
+    now,on_cpu = time.monotonic(),self.training and self.learn.loss.device.type == 'cpu'
+    if now > self._next or self.iter+1 == self.n_iter:
+        self._next = now + .2
+        if self.training and not on_cpu: self.diverged |= not self._finite(self.learn.loss)
+        self._tell(dict(epoch=self.epoch, epochs=self.n_epoch, step=self.iter+1, steps=self.n_iter,
+                        phase='train' if self.training else 'valid'))
+    if on_cpu: self.diverged |= not math.isfinite(self.learn.loss.detach().mean())
+    self.stopped = bool(self._stop())
+    if self.diverged or self.stopped: raise CancelFitException
 
-    def after_epoch(self):
-        values = epoch_values(self.learn)
-        self._history.append(values)
-        self.diverged |= any(not math.isfinite(v) for k,v in values.items() if k.endswith('loss'))
-        self._tell(dict(epoch=self.epoch, epochs=self.n_epoch, phase='epoch', values=values))
-        if self._look and time.monotonic() > self._looked + 5:
-            self.seen.append(self._look())
-            self._looked = time.monotonic()
-        if self.diverged: raise CancelFitException
+# %% ../../nbs/bench/02_run.ipynb #9b27d1f1
+@patch
+def after_epoch(self:Watch):
+    values = epoch_values(self.learn)
+    self._history.append(values)
+    self.diverged |= any(not math.isfinite(v) for k,v in values.items() if k.endswith('loss'))
+    self._tell(dict(epoch=self.epoch, epochs=self.n_epoch, phase='epoch', values=values))
+    if self._look and time.monotonic() > self._looked + 5:
+        self.seen.append(self._look())
+        self._looked = time.monotonic()
+    if self.diverged: raise CancelFitException
 
 # %% ../../nbs/bench/02_run.ipynb #8ec86d09
 def _about(device):
     try: return device_info(device)
-    except UserError:
-        return dict(kind=device.type, name=torch.cuda.get_device_name(device))  # a part of a GPU, which the driver does not list
+    except UserError:  # a part of a GPU, which the driver does not list
+        return dict(kind=device.type, name=torch.cuda.get_device_name(device))
 
 # %% ../../nbs/bench/02_run.ipynb #d3828251
 def run_recipe(recipe:str|Recipe, # What to run: a recipe or its name, a function that returns a Learner or its name

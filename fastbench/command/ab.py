@@ -27,7 +27,8 @@ def _time(text):
 # %% ../../nbs/command/06_ab.ipynb #5fcaf2a5
 @app.command()
 def ab(
-    a:argument(str, 'A recipe.', metavar='A', autocompletion=names_like),
+    a:argument(str, 'A recipe, or a function of your own: FILE.py or FILE.py:NAME.', metavar='A',
+               autocompletion=names_like),
     b:argument(Optional[str], 'Another one.', metavar='B', autocompletion=names_like,
                show_default='A, with what --set and --python change')=None,
     pairs:option(int, 'Runs of each side, at most; fewer than 5 give figures and no verdict.', min=1)=10,
@@ -38,6 +39,7 @@ def ab(
     python:option(list[str],
                   'A Python, a virtual environment or a worktree of fastbench that runs B; given twice, A and B.',
                   '--python', metavar='PATH')=None,
+    against:option(str, 'A is the function as of this commit, branch or tag, B as it is.', metavar='REF')=None,
     on:option(list[str], 'What else is meant to differ; may be repeated.', '--on', metavar='FIELD')=None,
     all_pairs:flag('Do not stop early when the answer is clear.', '--all')=False,
     anyway:Anyway=False,
@@ -50,11 +52,11 @@ def ab(
     as_json:Json=False,
 ):
     "Train A and B in turns, and say which is faster."
-    from fastbench.compare.ab import start_ab
+    from fastbench.compare.ab import open_ab
     changed,same = (dict(map(field, o or ())) for o in (fields, both))
     how = dict(pairs=pairs, budget=budget, early=not all_pairs, threshold=.01 if threshold is None else threshold)
-    trial = start_ab(a, b, changed, same, python or (), on or (), anyway, out, device, offline, **how)
-    code = _measure(trial)
+    how |= dict(both=same, python=python or (), on=on or (), anyway=anyway, folder=out, device=device, offline=offline)
+    with open_ab(a, b, against, changed, **how) as trial: code = _measure(trial)
     if not trial.a: raise typer.Exit(code)
     c = trial.result()
     print_compared(c, markdown, as_json)

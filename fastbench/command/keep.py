@@ -16,7 +16,9 @@ from typing import Annotated
 import typer
 
 from ..runs.query import export, select
-from ..recipe import recipes, suites
+from ..own.source import is_own
+from ..recipe import as_dict, get_recipe, recipes, suites
+from ..runs.record import plain
 from ..runs.store import FOLDER, find
 from .terminal import (Json, Out, app, argument, flag, full,
                                         given, kept_like, option, print_json, print_run, summary)
@@ -80,11 +82,25 @@ def _section(title, pairs):
     if sys.stdout.isatty(): Console().print(f'[bold]{title}[/bold]', t)
     else: print('\n'.join([title] + [f'  {a}  {b}' for a,b in pairs]))
 
+# %% ../../nbs/command/02_keep.ipynb #9525bdd0
+def _show_fields(recipe, as_json):
+    "The fields of a recipe that have an effect, and what they may be"
+    left,own = getattr(recipe, 'inert', ()),getattr(recipe, 'own', ())
+    known = {k: o.metadata for k,o in recipe.__dataclass_fields__.items() if k not in left}
+    first = sorted(known, key=lambda k: k not in own)
+    said = as_dict(recipe)
+    rows = [dict(field=k, value=plain(said[k]), about=known[k]['about'], may_be=known[k]['rule'][1]) for k in first
+            if k not in ('name', 'about', 'function')]
+    if as_json: print_json(rows)
+    else: _section(recipe.name, [(f"{o['field']}={o['value']!r}", f"{o['about']}: {o['may_be']}") for o in rows])
+
+# %% ../../nbs/command/02_keep.ipynb #8a168113
 @app.command()
-def show(name:argument(str, "A Run's file, its id, the beginning of it, or `last`.", metavar='RUN',
+def show(name:argument(str, "A Run's file, its id, the beginning of it, `last`; a recipe; FILE.py.", metavar='RUN',
                        autocompletion=kept_like)='last',
          out:Out=Path(FOLDER), as_json:Json=False):
-    "Show a Run: where its time went, how it ended."
+    "Show a Run: where its time went, how it ended. Of a recipe, or of FILE.py, its fields."
+    if name in recipes() or is_own(name): return _show_fields(get_recipe(name), as_json)
     r = find(name, out)
     if as_json: print_json(full(r))
     else: print_run(r)

@@ -6,23 +6,34 @@
 __all__ = ['ladder']
 
 # %% ../../nbs/command/04_ladder.ipynb #9ffe8fd8
-import sys
+import re, sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..recipe import ladders
+from ..errors import UserError
+from ..recipe import Rung, ladders
 from ..runs.store import FOLDER, check_folder, load
 from .terminal import (Device, Json, Markdown, Offline, Out, Precision,
-                                        app, argument, draw, given, option, run_all)
+                                        app, argument, draw, field, given, option, run_all)
+
+# %% ../../nbs/command/04_ladder.ipynb #d6051b4e
+def _rung(text):
+    "`bigger:bs=128,lr=.01` as a `Rung`"
+    name,colon,changes = text.partition(':')
+    if not colon or not name.strip():
+        raise UserError(f'--rung {text!r} cannot be: write NAME:FIELD=VALUE, such as --rung bigger:bs=128')
+    return Rung(name.strip(), changes, dict(map(field, re.split(r',(?=\s*\w+=)', changes))))
 
 # %% ../../nbs/command/04_ladder.ipynb #3233982c
 @app.command()
 def ladder(
-    name:argument(str, 'Which one; `fastbench list suites` names them.', metavar='LADDER',
-                  autocompletion=lambda: list(ladders())),
+    name:argument(str, 'Which one; `fastbench list suites` names them. With --rung any recipe, or FILE.py.',
+                  metavar='LADDER', autocompletion=lambda: list(ladders())),
     rungs:option(str, 'Only these, by name, with commas between.')=None,
+    made:option(list[str], 'A rung on top of the one before; may be repeated.', '--rung',
+                metavar='NAME:FIELD=VALUE[,...]')=None,
     repeats:option(int, 'Runs of each rung; two or more give speed-ups an interval.', min=1)=1,
     target:option(float, 'Validation accuracy to be reached, a share.')=None,
     precision:option(Precision, 'Precision of all rungs.')=None,
@@ -41,7 +52,8 @@ def ladder(
     from fastbench.compare.ladder import LadderTable, ladder_recipes
     changes = given(dict(target=target, precision=precision and precision.value, data=data, sample=sample, size=size,
                          epochs=epochs))
-    which,todo = ladder_recipes(name, rungs and [o.strip() for o in rungs.split(',')], **changes)
+    only = [_rung(o) for o in made] if made else rungs and [o.strip() for o in rungs.split(',')]
+    which,todo = ladder_recipes(name, only, **changes)
     check_folder(out)
     paths,code = run_all(todo, repeats, out, shuffle=True, device=device, offline=offline)
     kept = [load(o) for o in paths]

@@ -140,6 +140,7 @@ class _Lines:
         if o['phase'] == 'stopping': say(f'  {_stopping(o)}')
         if o['phase'] == 'said': _say_end(o)
 
+# %% ../../nbs/command/00_terminal.ipynb #e73d04c1
 class _Bar:
     "Progress as a bar"
     def __init__(self, title):

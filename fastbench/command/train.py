@@ -13,16 +13,21 @@ from typing import Annotated, Optional
 import typer
 
 from ..errors import UserError
+from ..own.suite import is_suite_file, read_suite
 from ..recipe import but, expand, get_recipe, suites
 from ..runs.store import FOLDER, check_folder, load
 from .terminal import (AtPrecision, Device, Json, Offline, Out, ShowOutput, app, argument, draw, field,
                                         flag, full, given, names_like, option, print_json, print_runs, run_all, samples)
 
+# %% ../../nbs/command/01_train.ipynb #799cdf15
+_names_help = ('What to run; FILE.py or FILE.py:NAME for a function of your own, FILE.toml for a suite; '
+               '`quick` if nothing is named.')
+
 # %% ../../nbs/command/01_train.ipynb #457aa9f7
 @app.command()
 def run(
-    names:argument(Optional[list[str]], 'What to run, also a function that returns a Learner; `quick` if nothing is named.',
-                   metavar='RECIPE|SUITE|FILE.py[:FUNCTION]', autocompletion=names_like, show_default=False)=None,
+    names:argument(Optional[list[str]], _names_help, metavar='RECIPE|SUITE|FILE.py', autocompletion=names_like,
+                   show_default=False)=None,
     repeats:option(int, 'Runs of each recipe, each in a fresh process, with seeds one apart.', min=1)=1,
     precision:AtPrecision=None,
     batch_size:option(samples, 'Samples per batch.', parser=samples, metavar='INTEGER|largest')=None,
@@ -43,7 +48,7 @@ def run(
     as_json:Json=False,
 ):
     "Train, measure, and keep a Run of each training."
-    names = names or ['quick']
+    names = [read_suite(o) if is_suite_file(o) else o for o in names or ['quick']]
     shown = _one_plot(names, plot)
     changes = given(dict(precision=precision and precision.value, bs=batch_size, memory=memory, sample=sample,
                          epochs=epochs, batches=batches, data=data, workers=workers, seed=seed))

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from ..measure.phases import middle
 from .precision import warned
 from ..errors import UserError
-from ..recipe import Ladder, get_ladder, ladders
+from ..recipe import Ladder, Rung, but, get_ladder, get_recipe, ladders
 from ..measure.table import Table, seconds
 from .verdict import compare_times
 
@@ -174,11 +174,12 @@ def plot_ladder(climb:LadderTable, # What to draw
 LadderTable.plot = plot_ladder
 
 # %% ../../nbs/compare/05_ladder.ipynb #ccc20e55
-def ladder_recipes(name:str, # A ladder
-                   rungs=None, # Names of those to be trained; None: all
+def ladder_recipes(name, # A ladder; with `Rung`s any recipe, or a function that returns a Learner
+                   rungs=None, # Names of those to be trained; None: all. Or `Rung`s, each on top of the one before
                    **changes, # Fields of the recipes, in all rungs; `data` picks its own version of the ladder, if any
     )->tuple: # The `Ladder`, its recipes
     "What is to be trained"
+    if rungs and all(isinstance(o, Rung) for o in rungs): return _made_of(get_recipe(name, **changes), rungs)
     ladder = get_ladder(name)
     own = f"{name}-{changes.get('data')}"
     if own in ladders(): ladder = get_ladder(own)
@@ -186,6 +187,16 @@ def ladder_recipes(name:str, # A ladder
     for o in rungs or ():
         if o not in names: raise UserError(f'ladder {name} has no rung {o!r}. It has {", ".join(names)}')
     return ladder,[r for o,r in zip(names, ladder.recipes(**changes)) if not rungs or o in rungs]
+
+def _made_of(base, rungs):
+    "A ladder that nobody registered"
+    which = Ladder(base.name, base.about or 'one change after another', (Rung('start', 'as it is', {}), *rungs))
+    todo,now = [],base
+    for o in which.rungs:
+        now = but(now, name=f'{which.name}-{o.name}', **o.changes)
+        todo.append(now)
+    if len({o.name for o in todo}) < len(todo): raise UserError('two rungs have the same name: give each its own')
+    return which,todo
 
 # %% ../../nbs/compare/05_ladder.ipynb #cbf4894b
 def rounds(todo:list, # Recipes
@@ -197,9 +208,9 @@ def rounds(todo:list, # Recipes
     return [(i, r) for i in range(repeats) for r in order(i)]
 
 # %% ../../nbs/compare/05_ladder.ipynb #58436430
-def ladder(name:str, # A ladder
+def ladder(name, # A ladder; with `Rung`s any recipe, or a function that returns a Learner
            folder='fastbench-runs', # Where the Runs are kept
-           rungs=None, # Names of those to be trained; None: all
+           rungs=None, # Names of those to be trained; None: all. Or `Rung`s, each on top of the one before
            repeats:int=1, # Runs of each rung
            device=None, # Where; fastai's default device if None
            offline:bool=False, # Never open a connection

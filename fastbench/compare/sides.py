@@ -77,8 +77,8 @@ def work(run:Run, # What ran
                  precision=run.precision.get('effective') or rec['precision'], weights=run.weights.split(', seed ')[0])
     must |= {f'data.{k}': run.data[k] for k in _of_data if k in run.data}
     must |= {k: v for k,v in env.items() if k.split('.')[0] not in _listed}
-    listed = {f'source.{k}': v for k,v in run.source.items()} | {k: v for k,v in env.items() if k.split('.')[0] in _listed}
-    return must,{f'device.{k}': v for k,v in run.device.items()} | listed
+    listed = {f'{o}.{k}': v for o in ('device', 'source') for k,v in getattr(run, o).items()}
+    return must,listed | {k: v for k,v in env.items() if k.split('.')[0] in _listed}
 
 # %% ../../nbs/compare/02_sides.ipynb #110a1407
 def _values(dicts, k): return list({json.dumps(d.get(k), sort_keys=True): d.get(k) for d in dicts}.values())

@@ -21,30 +21,42 @@ from .source import Source
 from ..train.convert import to_bench
 from ..train.learner import find_device
 
-# %% ../../nbs/own/02_call.ipynb #d179332c
+# %% ../../nbs/own/02_call.ipynb #8314f01f
 _ours = set()  # names of modules that were imported from users' folders
 
 def _forget():
     for o in _ours: sys.modules.pop(o, None)
     _ours.clear()
 
-def _remember(root, before):
-    def beside(m): return Path(getattr(m, '__file__', None) or os.sep).is_relative_to(root)
-    new = {k: m for k,m in list(sys.modules.items()) if k not in before}
-    _ours.update(k for k,m in new.items() if beside(m) and 'site-packages' not in (m.__file__ or ''))
+def _remember(source, before):
+    new = {k: Path(f) for k,m in list(sys.modules.items()) if k not in before and (f := getattr(m, '__file__', None))}
+    new = {k: f for k,f in new.items() if 'site-packages' not in f.parts}
+    _ours.update(k for k,f in new.items() if f.is_relative_to(source.top))
+    wrong = [k for k,f in new.items() if source.instead_of and f.is_relative_to(source.instead_of)]
+    if wrong and sys.exc_info()[1] is None:
+        raise UserError(f'{wrong[0]} was imported from the checkout, not from the commit to compare with: it is '
+                        'installed in a way that names its folder. Put the folder on PYTHONPATH instead')
 
 @contextmanager
 def importing(source:Source # Where the code is
     ):
     "Imports in the block start from the folder of `source`"
     _forget()
-    before,added = set(sys.modules),list(dict.fromkeys(map(str, (source.file.parent, source.root))))
-    sys.path[:0] = added
+    before,was = set(sys.modules),sys.path[:]
+    here = list(dict.fromkeys(map(str, (source.file.parent, source.root))))
+    sys.path[:] = here + [_moved(o, source) for o in was]
     try: yield
     finally:
-        _remember(source.root, before)
-        for o in added:
-            with suppress(ValueError): sys.path.remove(o)
+        _remember(source, before)
+        sys.path[:] = was
+
+# %% ../../nbs/own/02_call.ipynb #3e444026
+def _moved(path, source):
+    "A folder of the path, in the worktree where it has it"
+    old = source.instead_of
+    if not old or not path or not Path(path).is_relative_to(old): return path
+    new = source.top/Path(path).relative_to(old)
+    return str(new) if new.is_dir() else path
 
 # %% ../../nbs/own/02_call.ipynb #14c3b597
 def _module(source):
@@ -111,7 +123,7 @@ def _warn_of(state, given, seed):
         warnings.warn(f'{given} seeds random numbers itself: every repeat begins with the same weights, so repeats '
                       'differ less than trainings do. A parameter called seed gets the seed of the repeat')
 
-# %% ../../nbs/own/02_call.ipynb #77207382
+# %% ../../nbs/own/02_call.ipynb #b4dbfc2d
 def check_returned(o, # What the function returned
                    given:str, # Its name
     )->tuple: # The Learner, the function that fits it or None
@@ -121,7 +133,7 @@ def check_returned(o, # What the function returned
         hint = ': did it forget `return learn`?' if o is None else ''
         raise UserError(f'{given} returned {_a(o)}{hint or ", and not a fastai Learner, or (learner, fit)"}')
     if fit is not None and not callable(fit):
-        raise UserError(f'{given} returned a Learner and {_a(fit)}: the second is a function that fits it, `fit(learn)`')
+        raise UserError(f'{given} returned a Learner and {_a(fit)}: the second is a function that fits it, fit(learn)')
     return learn,fit
 
 # %% ../../nbs/own/02_call.ipynb #87f11cbb
@@ -141,7 +153,16 @@ def _placed(learn, device, given):
     learn.model.to(device)
     return learn
 
-# %% ../../nbs/own/02_call.ipynb #ed4aa830
+# %% ../../nbs/own/02_call.ipynb #1bd59e4b
+def _check_fit(recipe):
+    "Refuse what a fit of the function's own makes void"
+    asked = [o for o in ('epochs', 'lr', 'schedule') if o not in recipe.own and getattr(recipe, o) is not None]
+    if not asked: return
+    what = f'{asked[0]}={getattr(recipe, asked[0])!r} has no effect: '
+    raise UserError(what + f'{recipe.function} returns a fit of its own. Give it a parameter {asked[0]!r}, '
+                    'and use it there')
+
+# %% ../../nbs/own/02_call.ipynb #cc05d45b
 def build(recipe, # A recipe of a function
           device=None, # Where to train; None: fastai's default
           opt_func=None, # Where the recipe names an optimizer
@@ -156,6 +177,7 @@ def build(recipe, # A recipe of a function
     try:
         with importing(source) if isinstance(source, Source) else nullcontext(), _by_default_on(device):
             learn,fit = check_returned(f(**recipe.arguments()), recipe.function)
+        if fit is not None: _check_fit(recipe)
         _warn_of(state, recipe.function, seed)
         _placed(learn, device, recipe.function)
     except BaseException:
@@ -166,18 +188,14 @@ def build(recipe, # A recipe of a function
     if wd is not None: learn.wd = wd
     return learn
 
-# %% ../../nbs/own/02_call.ipynb #bae142f3
+# %% ../../nbs/own/02_call.ipynb #f22f8177
 def fit(recipe, # A recipe of a function
         learn, # As `build` made it
     ):
     "Train, as the function or the recipe says"
     own = learn.fit_own
-    if own is None: return _fit(learn, recipe.epochs or 1, recipe.lr, recipe.schedule or 'one_cycle', recipe.knots)
-    asked = [o for o in ('epochs', 'lr', 'schedule') if o not in recipe.own and getattr(recipe, o) is not None]
-    if asked:
-        raise UserError(f'{asked[0]}={getattr(recipe, asked[0])!r} has no effect: {recipe.function} returns a fit of its '
-                        f'own. Give the function a parameter {asked[0]!r}, and use it there')
-    own(learn)
+    if own is not None: own(learn)
+    else: _fit(learn, recipe.epochs or 1, recipe.lr, recipe.schedule or 'one_cycle', recipe.knots)
 
 def _fit(learn, epochs, lr, schedule, knots):
     if schedule == 'linear': return learn.fit_linear(epochs, learn.lr if lr is None else lr, knots)

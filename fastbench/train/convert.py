@@ -44,15 +44,15 @@ def _revive(cls, lean):
     cls = bench_class(cls, lean)
     return cls.__new__(cls)
 
-# %% ../../nbs/train/09_convert.ipynb #c36575cf
+# %% ../../nbs/train/09_convert.ipynb #4a356b2e
 def to_bench(learn:Learner, # Any
              lean:bool=True, # With the lean loop
     )->Learner: # The same object
     "Give `learn` our methods"
     cls = type(learn)
     if lean and not issubclass(cls, FastLoop) and (own := own_loop(cls)):
-        raise UserError(f"{cls.__name__} has a training loop of its own ({', '.join(own)}), so the lean loop is not for "
-                        "it: learn.bench(lean=False), or loop='fastai', gives everything else")
+        raise UserError(f"{cls.__name__} has a training loop of its own ({', '.join(own)}), so the lean loop is not "
+                        "for it: learn.bench(lean=False), or loop='fastai', gives everything else")
     learn.__class__ = bench_class(cls, lean)
     if lean: _make_lean(learn)
     return learn
