@@ -1703,6 +1703,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastbench.own.kind.Function.origin': ('own/kind.html#function.origin', 'fastbench/own/kind.py'),
                                     'fastbench.own.kind.Function.ready': ('own/kind.html#function.ready', 'fastbench/own/kind.py'),
                                     'fastbench.own.kind.Function.ref': ('own/kind.html#function.ref', 'fastbench/own/kind.py'),
+                                    'fastbench.own.kind.Function.refuse': ('own/kind.html#function.refuse', 'fastbench/own/kind.py'),
                                     'fastbench.own.kind.Function.short': ('own/kind.html#function.short', 'fastbench/own/kind.py'),
                                     'fastbench.own.kind.Function.sized': ('own/kind.html#function.sized', 'fastbench/own/kind.py'),
                                     'fastbench.own.kind.Function.story': ('own/kind.html#function.story', 'fastbench/own/kind.py'),

@@ -73,6 +73,7 @@ def _check_known(cls, changes):
     "Refuse a field that `cls` does not have"
     for k,v in changes.items():
         if k in cls.__dataclass_fields__: continue
+        if hasattr(cls, 'refuse'): cls.refuse(k, v)
         owners = [n for n,o in kinds().items() if k in o.__dataclass_fields__]
         if not owners: raise UserError(unknown('field', k, list(cls.__dataclass_fields__)))
         raise UserError(f'{k}={v!r} has no effect in this recipe: it goes with {", ".join(owners)}, '

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['Function', 'Given', 'own_recipe', 'other_source', 'recipe_of']
 
-# %% ../../nbs/own/01_kind.ipynb #0eaa2ef1
+# %% ../../nbs/own/01_kind.ipynb #d1e30c16
 import inspect
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from hashlib import sha256
 from numbers import Real
@@ -191,11 +192,20 @@ def recipe_of(source # `Source`, or `Given`
     "The recipe of a function that was found"
     return _class_for(source)(source.given, function=source.given)
 
-# %% ../../nbs/own/01_kind.ipynb #afa2a699
+# %% ../../nbs/own/01_kind.ipynb #e130c967
 @patch(as_prop=True)
 def inert(self:Function)->frozenset: # Names
     "Fields that this function decides by itself"
     return frozenset(_left) - self.own
+
+@patch(cls_method=True)
+def refuse(cls:Function, k, v): # k: a field that the kind does not have; v: what was to be in it
+    "Say what it has"
+    known = [o.name for o in getattr(cls, 'parameters', ())]
+    near = get_close_matches(k, [*known, *cls.__dataclass_fields__], n=1)
+    hint = f' did you mean {near[0]!r}?' if near else ''
+    has = f"its parameters are {', '.join(known)}" if known else 'it has no parameters'
+    raise UserError(f'{k}={v!r} cannot be: {k!r} is neither a parameter of the function nor a switch;{hint} {has}')
 
 @patch
 def __post_init__(self:Function):
