@@ -12,7 +12,9 @@ from dataclasses import dataclass, fields, replace
 from importlib import import_module
 
 from .errors import UserError, unknown
-from .rules import check_setting, either, one_of, optional, points, real, setting, switch, text, whole, yes_no
+from .own.place import is_path, own_name
+from .rules import (check_setting, either, one_of, optional, points, real, setting, source, switch, text,
+                             whole, yes_no)
 
 # %% ../nbs/02_recipe.ipynb #f0f69295
 _torchs = [f'{impl}_{o}' for impl in ('fused', 'foreach') for o in ('adam', 'adamw', 'sgd')]
@@ -25,7 +27,7 @@ class Recipe:
     "An experiment: names and numbers, validated, immutable"
     name: str = setting(text(), 'how it is called')
     about: str = setting(text(empty=True), 'one sentence', default='')
-    data: str = setting(text(), "data source, or 'auto'", default='own')
+    data: str = setting(source(), "data source, 'auto', or a path", default='own')
     sample: float = setting(real(0, 1, above=True), 'share of the data used', default=1.)
     workers: int|None = setting(optional(whole(0)), 'loader processes; None: min(8, cpus)', default=None)
     batches: int|None = setting(optional(whole(1)), 'training batches of an epoch; None: all', default=None)
@@ -143,10 +145,12 @@ def _find_kind(name):
     return _kinds[name]
 
 # %% ../nbs/02_recipe.ipynb #2a0189f0
-def as_dict(recipe:Recipe # What was asked for
+def as_dict(recipe:Recipe, # What was asked for
+            paths:bool=False, # Keep the paths of data, which no Run may hold
     )->dict: # Field -> value, and `kind`
     "A recipe as a Run keeps it"
-    return dict(kind=type(recipe).__name__) | vars(recipe)
+    d = dict(kind=type(recipe).__name__) | vars(recipe)
+    return d if paths else d | {k: own_name(d[k]) for k in ('data', 'valid') if is_path(d.get(k))}
 
 def defaults_of(kind:str|None # As a Run has it
     )->dict: # Field -> default; those of any training where this version has no such kind

@@ -28,6 +28,7 @@ from .learner import bench_learner
 from ..machine.noise import glance, machine_state, noise, warnings_between
 from ..measure.phases import to_dict
 from ..errors import UserError
+from ..own.place import without_paths
 from ..recipe import Recipe, as_dict, get_recipe
 from ..runs.record import Run, plain
 from ..train.learner import find_device
@@ -110,7 +111,7 @@ def run_recipe(recipe:str|Recipe, # What to run
     if learn:
         _describe(run, r, learn)
         _train(learn, r, run, tell, stop, device, energy, idle)
-    return run
+    return _without_paths(run)
 
 def _failed(run, e, device):
     "Write down the error; the first line of it, but of a loader process's the last"
@@ -119,6 +120,13 @@ def _failed(run, e, device):
     of_loader = 'Original Traceback' in str(e)
     run.error = f'{type(e).__name__}: {lines[-1]}' if of_loader else explain(e, device, run.recipe.get('bs'))
     run.traceback = ''.join(traceback.format_exception(type(e), e, e.__traceback__))
+
+# %% ../../nbs/bench/02_run.ipynb #a32bd25e
+def _without_paths(run):
+    "No path of its user's data stays in a text of a Run"
+    run.error,run.traceback = run.error and without_paths(run.error),without_paths(run.traceback)
+    run.warnings = [without_paths(o) for o in run.warnings]
+    return run
 
 # %% ../../nbs/bench/02_run.ipynb #4cfc0a43
 _home = Path(fastbench.__file__).parent

@@ -15,8 +15,9 @@ import typer
 from ..errors import UserError
 from ..recipe import but, expand, get_recipe, suites
 from ..runs.store import FOLDER, check_folder, load
-from .terminal import (AtPrecision, Device, Json, Offline, Out, app, argument, draw, field,
-                                        flag, full, given, names_like, option, print_json, print_runs, run_all, samples)
+from .terminal import (AtPrecision, Device, Json, LabelCol, Offline, Out, TextCol, Valid, app,
+                                        argument, draw, field, flag, full, given, held_out, names_like, option, print_json,
+                                        print_runs, run_all, samples)
 
 # %% ../../nbs/command/01_train.ipynb #457aa9f7
 @app.command()
@@ -31,7 +32,8 @@ def run(
     epochs:option(int, 'Epochs.', min=1)=None,
     batches:option(int, 'Training batches an epoch, at most.', min=1)=None,
     device:Device=None,
-    data:option(str, 'Data source; `auto` may fall back to an embedded one, and says so.')=None,
+    data:option(str, 'Data source, or a path; `auto` may fall back to an embedded one, and says so.')=None,
+    valid:Valid=None, label_col:LabelCol=None, text_col:TextCol=None,
     workers:option(int, 'Loader processes.', min=0)=None,
     seed:option(int, 'Seed of the first repeat.', min=0)=None,
     fields:option(list[str], 'Any other field of the recipe; may be repeated.', '--set', metavar='FIELD=VALUE')=None,
@@ -45,7 +47,8 @@ def run(
     names = names or ['quick']
     shown = _one_plot(names, plot)
     changes = given(dict(precision=precision and precision.value, bs=batch_size, memory=memory, sample=sample,
-                         epochs=epochs, batches=batches, data=data, workers=workers, seed=seed))
+                         epochs=epochs, batches=batches, data=data, valid=held_out(valid), label_col=label_col,
+                         text_col=text_col, workers=workers, seed=seed))
     changes |= dict(map(field, fields or ()))
     todo = [o for name in names for o in _variants(name, changes)]
     check_folder(out)
@@ -86,12 +89,15 @@ def find_batch_size(
     memory:option(str, 'What the process may hold on the device: 4GB, 500MiB.', show_default='what there is')=None,
     maximum:option(int, 'Largest to be tried.', '--max', min=1, show_default='all samples')=None,
     device:Device=None,
-    data:option(str, 'Data source.')=None,
+    data:option(str, 'Data source, or a path of your own.')=None,
+    label_col:LabelCol=None,
+    text_col:TextCol=None,
     offline:Offline=False,
     as_json:Json=False,
 ):
     "Find the largest batch that trains a full step here."
-    recipe = get_recipe(name, workers=0, **given(dict(precision=precision and precision.value, data=data)))
+    recipe = get_recipe(name, workers=0, **given(dict(precision=precision and precision.value, data=data,
+                                                      label_col=label_col, text_col=text_col)))
     import fastbench.train.batch_size
     from fastbench.bench.learner import bench_learner
     if memory is not None: fastbench.train.batch_size.parse_memory(memory)

@@ -67,10 +67,15 @@ def work(run:Run, # What ran
     "What a Run did, and where"
     rec,env = {**defaults_of(run.recipe.get('kind')), **run.recipe},_flat(run.environment)
     must = {k: v for k,v in rec.items() if k not in _left_out}
-    must |= dict(data=run.data.get('name') or rec['data'], precision=run.precision.get('effective') or rec['precision'], weights=run.weights.split(', seed ')[0])
+    name = run.data.get('name') or rec['data']
+    own = name.startswith('own:') and run.data.get('fingerprint')  # what it is, not what its folder is called
+    must |= dict(data='own' if own else name, precision=run.precision.get('effective') or rec['precision'],
+                 weights=run.weights.split(', seed ')[0])
     must |= {f'data.{k}': run.data[k] for k in _of_data if k in run.data}
     must |= {k: v for k,v in env.items() if k.split('.')[0] not in _listed}
-    return must,{f'device.{k}': v for k,v in run.device.items()} | {k: v for k,v in env.items() if k.split('.')[0] in _listed}
+    listed = {f'device.{k}': v for k,v in run.device.items()}
+    listed |= {k: v for k,v in env.items() if k.split('.')[0] in _listed} | ({'data.name': name} if own else {})
+    return must,listed
 
 # %% ../../nbs/compare/02_sides.ipynb #110a1407
 def _values(dicts, k): return list({json.dumps(d.get(k), sort_keys=True): d.get(k) for d in dicts}.values())
