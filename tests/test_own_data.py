@@ -11,6 +11,7 @@ from PIL import Image
 
 from fastbench.bench.learner import bench_learner
 from fastbench.bench.run import run_recipe
+from fastbench.compare.ab import ab_recipes
 from fastbench.compare.sides import differences, said
 from fastbench.errors import UserError
 from fastbench.machine.download import DataUnavailable
@@ -364,6 +365,13 @@ def test_bad_tables_of_texts(tmp_path, monkeypatch):
     assert "pip install 'fastbench[table]'" in refuses('Parquet needs pyarrow', bert, data=data)
 
 
+def test_too_little_that_is_left(tmp_path):
+    df = pd.DataFrame(rows(20) + [dict(text='rare', label='rare')]*3)
+    refuses('own:a.csv: no items of class rare are left to train with: use a larger sample', 'docstrings-distilbert', data=write(df, tmp_path/'a.csv'), sample=.1)
+    pictures(tmp_path/'one', n=1)
+    refuses('own:one: (no items of class .* are left to train with|nothing is left)', data=str(tmp_path/'one'), split='pooled', bs=1)
+
+
 def test_fields_go_with_paths():
     refuses("label_col='x' has no effect with data='imagenette'", label_col='x')
     refuses("valid=0.3 has no effect with data='docstrings'", 'docstrings-distilbert', valid=.3)
@@ -419,6 +427,40 @@ def test_what_is_the_same_work(tmp_path):
     assert {'valid', 'data.n_valid'} <= {o['field'] for o in differences([a], [half])[0]}
     assert not differences([a], [again])[0]
     assert not differences([a], [c], on=['data'])[0]
+
+
+def test_how_data_are_written_down_is_no_work(tmp_path):
+    folder = pictures(tmp_path/'pictures')
+    df = pd.DataFrame([dict(file=f'{c}/{i}.png', label=c, kind=c, held=i == 0, kept=i == 0) for c in CLASSES for i in range(5)])
+    table = write(df, folder/'a.csv')
+    a, b, c = work(folder), work(table, label_col='label'), work(table, label_col='kind', valid=.2)
+    assert not differences([a], [b, c])[0]
+    one, two = (work(table, label_col='kind', valid=o) for o in ('held', 'kept'))
+    assert not differences([one], [two])[0] and not differences([one], [two], on=['valid'])[0]
+    assert 'valid' in [o['field'] for o in differences([a], [one])[0]]
+
+
+def test_ab_sees_two_folders_of_one_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    a, b, meant = ab_recipes('imagenette-xresnet18', both=dict(data='./a/x'), changes=dict(data='./b/x'))
+    assert (a.data, b.data, meant) == ('./a/x', './b/x', ['data'])
+
+
+@pytest.mark.parametrize('recipe,changes', [('imagenette-timm_resnet50', dict(arch='resnet18')), ('cifar100-resnet18', dict(pretrained=False)), ('dawn-main', {}), ('dawn-ten-epochs', {}), ('photos-xresnet18', dict(augment='batch'))])
+def test_every_kind_of_image_training(tmp_path, recipe, changes):
+    folder = pictures(tmp_path/'pictures', n=8)
+    run = run_recipe(recipe, device='cpu', offline=True, data=str(folder), **{**IMAGES, 'size': 32, 'target': None, 'compile': False, **changes})
+    assert run.status == 'ok' and run.data['n_items'] == 24 and run.data['n_train'] + run.data['n_valid'] == 24, run.error
+
+
+def test_contents_count(tmp_path):
+    def mark(folder, text):
+        for c in 'ab':
+            for i in range(2):
+                (tmp_path/folder/c).mkdir(parents=True, exist_ok=True)
+                (tmp_path/folder/c/f'{i}.txt').write_text(text)
+        return load_text_source(str(tmp_path/folder)).info['fingerprint']
+    assert mark('x', 'one') == mark('y', 'one') != mark('z', 'two')
 
 
 def test_large_sets_go_by_names_and_sizes(tmp_path, monkeypatch):

@@ -53,6 +53,7 @@ class NotComparable(UserError):
         self.differences = list(differences)
 
 _left_out = ('name', 'about', 'seed', 'memory', 'data', 'precision')  # a name is no work; repeats differ in their seeds; the others: what was in effect
+_printed = ('valid', 'text_col', 'label_col')  # names in data of one's own: what they name is in the fingerprint
 _of_data = ('version', 'fingerprint', 'fallback', 'synthetic', 'n_train', 'n_valid')
 _listed = ('os', 'kernel', 'machine', 'host', 'python', 'implementation', 'cpu', 'cores', 'memory', 'versions', 'git', 'torch')
 
@@ -71,6 +72,7 @@ def work(run:Run, # What ran
     own = name.startswith('own:') and run.data.get('fingerprint')  # what it is, not what its folder is called
     must |= dict(data='own' if own else name, precision=run.precision.get('effective') or rec['precision'],
                  weights=run.weights.split(', seed ')[0])
+    if own: must |= {k: 'as told' for k in _printed if isinstance(must.get(k, 0), (str, type(None)))}
     must |= {f'data.{k}': run.data[k] for k in _of_data if k in run.data}
     must |= {k: v for k,v in env.items() if k.split('.')[0] not in _listed}
     listed = {f'device.{k}': v for k,v in run.device.items()}

@@ -56,7 +56,7 @@ def find_files(folder, # Where to look, at any depth
                 if os.path.isfile(o.path): files.append(Path(o.path))
                 elif o.is_symlink():
                     raise UserError(f'{o.path} is a link to a file that is not there: remove it, or restore the file')
-    return sorted(files, key=lambda o: o.relative_to(folder).as_posix())
+    return sorted(files, key=Path.as_posix)
 
 # %% ../../nbs/own/03_folders.ipynb #10b06f4d
 _held = 'valid val validation dev test eval'.split()
@@ -70,9 +70,9 @@ def _parts_of(tops, valid, where):
     held = next((o for p in _held for o in tops if o.casefold() == p), None)
     return (train, held) if train and held else (train if tops == [train] else None, None)
 
-def _laid_out(files, where, valid):
+def _laid_out(names, where, valid):
     "(parts of the path below the part, part) of each file, None where it is in no part; the folders of the parts"
-    rels = [o.relative_to(where).parts for o in files]
+    rels = [tuple(o.split('/')) for o in names]
     tops = sorted({o[0] for o in rels if len(o) > 1})
     train,held = _parts_of(tops, valid, where)
     def place(o):
@@ -104,9 +104,10 @@ def from_folder(folder:Path, # Absolute
     "What is in a folder"
     files = find_files(folder, endings)
     if not files: raise UserError(f'{folder} has no {what}: no file in it ends in {", ".join(endings)}')
-    places,train,held = _laid_out(files, folder, valid)
+    start = len(folder.as_posix().rstrip('/')) + 1
+    rels = [o.as_posix()[start:] for o in files]
+    places,train,held = _laid_out(rels, folder, valid)
     if labelled: _check_layout(places, folder, what)
-    rels = [o.relative_to(folder).as_posix() for o in files]
     def classless(o): return labelled and (len(o[0]) < 2 or held and o[0][0] == 'unsup')
     _tell_unused([r for r,o in zip(rels, places) if not o], f'{train} is to train with, {held} to validate')
     _tell_unused([r for r,o in zip(rels, places) if o and classless(o)], 'in no folder of a class')
