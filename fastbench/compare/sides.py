@@ -69,7 +69,7 @@ def work(run:Run, # What ran
     rec,env = {**defaults_of(run.recipe.get('kind')), **run.recipe},_flat(run.environment)
     must = {k: v for k,v in rec.items() if k not in _left_out}
     name = run.data.get('name') or rec['data']
-    own = name.startswith('own:') and run.data.get('fingerprint')  # what it is, not what its folder is called
+    own = str(name).startswith('own:') and run.data.get('fingerprint')  # what it is, not what its folder is called
     must |= dict(data='own' if own else name, precision=run.precision.get('effective') or rec['precision'],
                  weights=run.weights.split(', seed ')[0])
     if own: must |= {k: 'as told' for k in _printed if isinstance(must.get(k, 0), (str, type(None)))}

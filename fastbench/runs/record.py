@@ -237,7 +237,7 @@ def title(self:Run)->str: # recipe, precision, device, data
     prec = str(p.get('effective') or self.recipe.get('precision', ''))
     if p.get('asked') not in (None, p.get('effective')): prec += f" (asked: {p['asked']})"
     data = str(d.get('name', '')) + (f" (asked: {d['asked']})" if d.get('asked') not in (None, d.get('name')) else '')
-    if d.get('n_items'): data += f" ({_own_said(d)})"
+    if isinstance(d.get('n_items'), int): data += f" ({_own_said(d)})"
     return ' · '.join(str(o) for o in (self.recipe.get('name', ''), prec, self.device.get('name', ''), data, f"batch {self.recipe.get('bs')}") if o)
 
 @patch(as_prop=True)
