@@ -15,7 +15,9 @@ from importlib import import_module
 from fastcore.basics import patch
 
 from .errors import UserError, unknown
-from .rules import check_setting, either, one_of, optional, points, real, setting, switch, text, whole, yes_no
+from .data.place import is_path, own_name
+from .rules import (check_setting, either, one_of, optional, points, real, setting, source, switch, text,
+                             whole, yes_no)
 
 # %% ../nbs/02_recipe.ipynb #f0f69295
 _torchs = [f'{impl}_{o}' for impl in ('fused', 'foreach') for o in ('adam', 'adamw', 'sgd')]
@@ -28,7 +30,7 @@ class Recipe:
     "An experiment: names and numbers, validated, immutable"
     name: str = setting(text(), 'how it is called')
     about: str = setting(text(empty=True), 'one sentence', default='')
-    data: str = setting(text(), "data source, or 'auto'", default='own')
+    data: str = setting(source(), "data source, 'auto', or a path", default='own')
     sample: float = setting(real(0, 1, above=True), 'share of the data used', default=1.)
     workers: int|None = setting(optional(whole(0)), 'loader processes; None: min(8, cpus)', default=None)
     batches: int|None = setting(optional(whole(1)), 'training batches of an epoch; None: all', default=None)
@@ -211,10 +213,12 @@ def _find_kind(name):
     return _kinds[name]
 
 # %% ../nbs/02_recipe.ipynb #2a0189f0
-def as_dict(recipe:Recipe # What was asked for
+def as_dict(recipe:Recipe, # What was asked for
+            paths:bool=False, # Keep the paths of data, which no Run may hold
     )->dict: # Field -> value, and `kind`
     "A recipe as a Run keeps it"
-    return dict(kind=type(recipe).__name__) | {k: _words(v) for k,v in vars(recipe).items()}
+    d = dict(kind=type(recipe).__name__) | {k: _words(v) for k,v in vars(recipe).items()}
+    return d if paths else d | {k: own_name(d[k]) for k in ('data', 'valid') if is_path(d.get(k))}
 
 def _words(v):
     "Functions and classes by name, which is the same in every process"

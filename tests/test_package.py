@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NBS = sorted((ROOT/'nbs').rglob('[!._]*.ipynb'))
 # What must start in well under a second: no torch, fastai, transformers, timm, pandas or matplotlib, also not indirectly
 TORCH_FREE = '''
-    errors rules experiments measure.bound vision.images vision.kinds text.kinds text.sources text.split
+    errors rules experiments measure.bound vision.images vision.kinds vision.sources text.kinds text.sources text.split
+    data.place data.fingerprint data.table data.folders data.parts data.images data.texts
     recipe runs.figures runs.record machine.environment machine.noise compare.doctor measure.phases
     measure.palette measure.table compare.ladder compare.precision runs.store runs.query bench.launch
     compare.verdict compare.sides compare.runs compare.ab page.charts page.html page.raw page.sections page.details
@@ -184,7 +185,7 @@ def test_parses_on_the_oldest_python(path):
 # Rooms
 
 # Each wing knows only those before it; within a wing a room knows lower numbers
-WINGS = """errors machine rules recipe measure runs callback train text vision experiments own bench compare page selftest
+WINGS = """errors machine data rules recipe measure runs callback train text vision experiments own bench compare page selftest
     command cli all showdoc""".split()
 
 

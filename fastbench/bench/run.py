@@ -30,6 +30,7 @@ from .learner import bench_learner
 from ..machine.noise import glance, machine_state, noise, warnings_between
 from ..measure.phases import to_dict
 from ..errors import UserError
+from ..data.place import without_paths
 from ..recipe import Recipe, as_dict, get_recipe
 from ..runs.record import Run, plain
 from ..train.learner import Switches, find_device
@@ -122,7 +123,7 @@ def run_recipe(recipe:str|Recipe, # What to run: a recipe or its name, a functio
             _describe(run, r, learn)
             _train(learn, r, run, tell, stop, device, energy, idle)
     finally: r.leave(learn)
-    return run
+    return _without_paths(run)
 
 def _failed(run, e, device, r):
     "Write down the error; the first line of it, but of a loader process's the last"
@@ -131,6 +132,13 @@ def _failed(run, e, device, r):
     of_loader = 'Original Traceback' in str(e)
     run.error = f'{type(e).__name__}: {lines[-1]}' if of_loader else explain(e, device, run.recipe.get('bs'))
     run.traceback = r.story(e)
+
+# %% ../../nbs/bench/02_run.ipynb #a32bd25e
+def _without_paths(run):
+    "No path of its user's data stays in a text of a Run"
+    run.error,run.traceback = run.error and without_paths(run.error),without_paths(run.traceback)
+    run.warnings = [without_paths(o) for o in run.warnings]
+    return run
 
 # %% ../../nbs/bench/02_run.ipynb #4cfc0a43
 _home = Path(fastbench.__file__).parent

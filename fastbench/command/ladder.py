@@ -15,8 +15,8 @@ import typer
 from ..errors import UserError
 from ..recipe import Rung, ladders
 from ..runs.store import FOLDER, check_folder, load
-from .terminal import (Device, Json, Markdown, Offline, Out, Precision,
-                                        app, argument, draw, field, given, option, run_all)
+from .terminal import (Device, Json, LabelCol, Markdown, Offline, Out, Precision, TextCol, Valid,
+                                        app, argument, draw, field, given, held_out, option, run_all)
 
 # %% ../../nbs/command/04_ladder.ipynb #d6051b4e
 def _rung(text):
@@ -37,7 +37,8 @@ def ladder(
     repeats:option(int, 'Runs of each rung; two or more give speed-ups an interval.', min=1)=1,
     target:option(float, 'Validation accuracy to be reached, a share.')=None,
     precision:option(Precision, 'Precision of all rungs.')=None,
-    data:option(str, 'Data source: photos has a version of dawn of its own.')=None,
+    data:option(str, 'Data source, or a path of your own; photos has a version of dawn of its own.')=None,
+    valid:Valid=None, label_col:LabelCol=None, text_col:TextCol=None,
     sample:option(float, 'Share of the data, above 0, up to 1.')=None,
     size:option(int, 'Side of an image in pixels.', min=1)=None,
     epochs:option(int, 'Epochs of all rungs, at most.', min=1)=None,
@@ -50,8 +51,8 @@ def ladder(
 ):
     "Train the rungs of a ladder to its target, and say what each gained."
     from fastbench.compare.ladder import LadderTable, ladder_recipes
-    changes = given(dict(target=target, precision=precision and precision.value, data=data, sample=sample, size=size,
-                         epochs=epochs))
+    changes = given(dict(target=target, precision=precision and precision.value, data=data, valid=held_out(valid),
+                         label_col=label_col, text_col=text_col, sample=sample, size=size, epochs=epochs))
     only = [_rung(o) for o in made] if made else rungs and [o.strip() for o in rungs.split(',')]
     which,todo = ladder_recipes(name, only, **changes)
     check_folder(out)

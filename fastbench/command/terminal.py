@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['app', 'Out', 'Json', 'ShowOutput', 'Markdown', 'Offline', 'Anyway', 'Device', 'AtPrecision', 'On', 'Threshold',
-           'FailAbove', 'names_like', 'kept_like', 'Precision', 'samples', 'share', 'given', 'field', 'argument',
-           'option', 'flag', 'say', 'progress', 'summary', 'full', 'print_json', 'print_run', 'draw', 'how_long',
-           'complain', 'run_all', 'near', 'print_runs']
+           'FailAbove', 'Valid', 'TextCol', 'LabelCol', 'names_like', 'kept_like', 'Precision', 'samples', 'share',
+           'given', 'field', 'held_out', 'argument', 'option', 'flag', 'say', 'progress', 'summary', 'full',
+           'print_json', 'print_run', 'draw', 'how_long', 'complain', 'run_all', 'near', 'print_runs']
 
 # %% ../../nbs/command/00_terminal.ipynb #e7f5b814
 import json, os, sys
@@ -87,6 +87,12 @@ def field(text): # text: what follows --set
     try: return name.strip(),literal_eval({'true': 'True', 'false': 'False'}.get(value, value))
     except (ValueError, SyntaxError): return name.strip(),value
 
+# %% ../../nbs/command/00_terminal.ipynb #b63b496f
+def held_out(text): # text: what was typed, or None
+    "`20%` or `.2` as a share; a name or a path as it is"
+    try: return text and share(text)
+    except typer.BadParameter: return text
+
 # %% ../../nbs/command/00_terminal.ipynb #2f78b6fb
 def argument(kind, help, **kwargs): # kind: a type; help: what it is for; kwargs: for typer
     "A word of a command"
@@ -116,6 +122,10 @@ On = option(list[str], 'What is meant to differ, such as precision; may be repea
 Threshold = option(share, 'A difference up to this does not matter.', parser=share, metavar='SHARE', show_default='1%')
 _fail_above = 'Exit 1 if B is shown to be slower by more than this, in any phase of 1% of the fit or more.'
 FailAbove = option(share, _fail_above, parser=share, metavar='SHARE')
+_valid = 'Of data of your own: what is for validation, a share (20%), a column or folder in them, or a path.'
+Valid = option(str, _valid, metavar='SHARE|NAME|PATH', show_default='as the data tell, else 20%')
+TextCol = option(str, 'Of a table of your own: the column of the texts.', metavar='COLUMN')
+LabelCol = option(str, 'Of a table of your own: the column of the labels.', metavar='COLUMN')
 
 # %% ../../nbs/command/00_terminal.ipynb #e039070e
 def say(line): # line: for a person

@@ -16,8 +16,9 @@ from ..errors import UserError
 from ..own.suite import is_suite_file, read_suite
 from ..recipe import but, expand, get_recipe, suites
 from ..runs.store import FOLDER, check_folder, load
-from .terminal import (AtPrecision, Device, Json, Offline, Out, ShowOutput, app, argument, draw, field,
-                                        flag, full, given, names_like, option, print_json, print_runs, run_all, samples)
+from .terminal import (AtPrecision, Device, Json, LabelCol, Offline, Out, ShowOutput, TextCol, Valid,
+                                        app, argument, draw, field, flag, full, given, held_out, names_like, option,
+                                        print_json, print_runs, run_all, samples)
 
 # %% ../../nbs/command/01_train.ipynb #799cdf15
 _names_help = ('What to run; FILE.py or FILE.py:NAME for a function of your own, FILE.toml for a suite; '
@@ -36,22 +37,22 @@ def run(
     epochs:option(int, 'Epochs.', min=1)=None,
     batches:option(int, 'Training batches an epoch, at most.', min=1)=None,
     device:Device=None,
-    data:option(str, 'Data source; `auto` may fall back to an embedded one, and says so.')=None,
+    data:option(str, 'Data source, or a path; `auto` may fall back to an embedded one, and says so.')=None,
+    valid:Valid=None, label_col:LabelCol=None, text_col:TextCol=None,
     workers:option(int, 'Loader processes.', min=0)=None,
     seed:option(int, 'Seed of the first repeat.', min=0)=None,
     fields:option(list[str], 'Any other field of the recipe; may be repeated.', '--set', metavar='FIELD=VALUE')=None,
     out:Out=Path(FOLDER),
     plot:option(Path, "Write the picture of the suite's table here, as PNG or SVG.")=None,
     energy:flag('Count joules of each epoch, where the machine can; needs the extra `energy`.', '--energy')=False,
-    show_output:ShowOutput=False,
-    offline:Offline=False,
-    as_json:Json=False,
+    show_output:ShowOutput=False, offline:Offline=False, as_json:Json=False,
 ):
     "Train, measure, and keep a Run of each training."
     names = [read_suite(o) if is_suite_file(o) else o for o in names or ['quick']]
     shown = _one_plot(names, plot)
     changes = given(dict(precision=precision and precision.value, bs=batch_size, memory=memory, sample=sample,
-                         epochs=epochs, batches=batches, data=data, workers=workers, seed=seed))
+                         epochs=epochs, batches=batches, data=data, valid=held_out(valid), label_col=label_col,
+                         text_col=text_col, workers=workers, seed=seed))
     changes |= dict(map(field, fields or ()))
     todo = [o for name in names for o in _variants(name, changes)]
     check_folder(out)
@@ -93,12 +94,15 @@ def find_batch_size(
     memory:option(str, 'What the process may hold on the device: 4GB, 500MiB.', show_default='what there is')=None,
     maximum:option(int, 'Largest to be tried.', '--max', min=1, show_default='all samples')=None,
     device:Device=None,
-    data:option(str, 'Data source.')=None,
+    data:option(str, 'Data source, or a path of your own.')=None,
+    label_col:LabelCol=None,
+    text_col:TextCol=None,
     offline:Offline=False,
     as_json:Json=False,
 ):
     "Find the largest batch that trains a full step here."
-    recipe = get_recipe(name, workers=0, **given(dict(precision=precision and precision.value, data=data)))
+    recipe = get_recipe(name, workers=0, **given(dict(precision=precision and precision.value, data=data,
+                                                      label_col=label_col, text_col=text_col)))
     import fastbench.train.batch_size
     from fastbench.bench.learner import bench_learner
     if memory is not None: fastbench.train.batch_size.parse_memory(memory)

@@ -45,7 +45,7 @@ def last_level(looked:int # Early looks so far
 # %% ../../nbs/compare/06_ab.ipynb #cab7f0c8
 def _differing(a, b):
     "Fields that are not the same; one that only a kind has differs too"
-    a,b,none = as_dict(a),as_dict(b),object()
+    a,b,none = as_dict(a, paths=True),as_dict(b, paths=True),object()
     return [o for o in {**a, **b} if o not in ('name', 'about', 'seed') and a.get(o, none) != b.get(o, none)]
 
 def _refuse(ra, rb, work):
@@ -129,7 +129,8 @@ def launch_with(python, # As in `interpreter`
                 device=None, # Where
     )->str: # The file of the Run
     "`launch` by another Python's fastbench"
-    changes = {k: as_dict(recipe)[k] for k in _differing(get_recipe(recipe.ref), recipe) if k in as_dict(recipe)}
+    fields = as_dict(recipe, paths=True)
+    changes = {k: fields[k] for k in _differing(get_recipe(recipe.ref), recipe) if k in fields}
     cmd,env = _command(python, recipe, changes, Path(folder).absolute(), repeat, device, offline)
     if tell: tell(dict(phase='data'))
     with Signals() as signals: code,out,err = _wait(subprocess.Popen(cmd, env=env, **_captured), signals)

@@ -54,9 +54,11 @@ class NotComparable(UserError):
         super().__init__(text)
         self.differences = list(differences)
 
+
 # %% ../../nbs/compare/02_sides.ipynb #12337f98
 # A name is no work; repeats differ in their seeds; of the others counts what was in effect
 _left_out = ('name', 'about', 'seed', 'memory', 'data', 'precision')
+_named = 'valid', 'text_col', 'label_col'  # names in data of one's own: what they name is in the fingerprint
 _of_data = ('version', 'fingerprint', 'fallback', 'synthetic', 'n_train', 'n_valid')
 _listed = ('os', 'kernel', 'machine', 'host', 'python', 'implementation', 'cpu', 'cores', 'memory', 'versions', 'git',
            'torch')
@@ -73,11 +75,15 @@ def work(run:Run, # What ran
     "What a Run did, and where"
     rec,env = {**defaults_of(run.recipe.get('kind')), **run.recipe},_flat(run.environment)
     must = {k: v for k,v in rec.items() if k not in _left_out}
-    must |= dict(data=run.data.get('name') or rec['data'],
-                 precision=run.precision.get('effective') or rec['precision'], weights=run.weights.split(', seed ')[0])
+    name = run.data.get('name') or rec['data']
+    own = str(name).startswith('own:') and run.data.get('fingerprint')  # what it is, not what its folder is called
+    must |= dict(data='own' if own else name, precision=run.precision.get('effective') or rec['precision'],
+                 weights=run.weights.split(', seed ')[0])
+    if own: must |= {k: 'as told' for k in _named if isinstance(must.get(k, 0), (str, type(None)))}
     must |= {f'data.{k}': run.data[k] for k in _of_data if k in run.data}
     must |= {k: v for k,v in env.items() if k.split('.')[0] not in _listed}
     listed = {f'{o}.{k}': v for o in ('device', 'source') for k,v in getattr(run, o).items()}
+    if own: listed['data.name'] = name
     return must,listed | {k: v for k,v in env.items() if k.split('.')[0] in _listed}
 
 # %% ../../nbs/compare/02_sides.ipynb #110a1407

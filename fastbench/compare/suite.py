@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from .ladder import LadderTable, rounds
 from .precision import Precisions, medians, warned
 from ..errors import UserError, unknown
-from ..recipe import expand, get_ladder, get_recipe, ladders, published, suites
+from ..recipe import as_dict, expand, get_ladder, get_recipe, ladders, published, suites
 from ..runs.record import plain
 from ..runs.store import FOLDER, load
 from ..measure.table import Table, rate, seconds
@@ -57,7 +57,7 @@ _free = ('name', 'about', 'seed', 'precision', 'workers', 'memory', 'bs')
 def changed(run, # A `Run` of a registered recipe
     )->dict: # Field -> (as it ran, as registered)
     "What of the work is not as it was published"
-    asked = plain(vars(get_recipe(run.recipe['name'])))
+    asked = plain(as_dict(get_recipe(run.recipe['name'])))
     fixed = {k: v for k,v in asked.items() if v is not None and k not in _free and k in run.recipe}
     res = {k: (run.recipe.get(k), v) for k,v in fixed.items() if run.recipe[k] != v}
     if run.recipe.get('batches'): res['batches'] = run.recipe['batches'],'all'

@@ -230,6 +230,11 @@ def from_head(text:str, # The beginning of what `to_json` wrote
     return run
 
 # %% ../../nbs/runs/01_record.ipynb #824b57c9
+def _own_said(d):
+    "What data of one's own are, besides their name"
+    classes = f" in {d['n_classes']} classes" if d.get('n_classes') else ''
+    return f"{d['n_items']:,} items{classes}, {d.get('fingerprint')}"
+
 @patch(as_prop=True)
 def title(self:Run)->str: # recipe, precision, device, data
     "What ran where, in one line"
@@ -237,6 +242,7 @@ def title(self:Run)->str: # recipe, precision, device, data
     prec = str(p.get('effective') or self.recipe.get('precision') or '')
     if p.get('asked') not in (None, p.get('effective')): prec += f" (asked: {p['asked']})"
     data = str(d.get('name', '')) + (f" (asked: {d['asked']})" if d.get('asked') not in (None, d.get('name')) else '')
+    if isinstance(d.get('n_items'), int): data += f" ({_own_said(d)})"
     bs = self.recipe.get('bs')
     parts = self.recipe.get('name', ''),prec,self.device.get('name', ''),data,f'batch {bs}' if bs else ''
     return ' · '.join(str(o) for o in parts if o)

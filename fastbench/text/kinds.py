@@ -10,10 +10,13 @@ from dataclasses import dataclass
 
 from ..errors import UserError
 from ..recipe import Kind
-from ..rules import one_of, optional, setting, text, whole, yes_no
+from ..rules import held_out, one_of, optional, setting, source, text, whole, yes_no
 
 # %% ../../nbs/text/23_kinds.ipynb #98205ff3
 _split = "validation: the data's own, or all pooled and drawn anew: 10%, and 20% to test"
+_data = "data source, 'auto', or a path: a table, a folder of .txt by class"
+_valid = "validation of a path's texts; None: as they tell, else 20%"
+_column = 'column of the {} in a table; None: the one that it can only be'
 _loader = 'batches of texts: padded to max_length, or to their longest: see text.order'
 _tokens = 'tokens of a batch (budget, packed); None: bs texts of half of max_length'
 
@@ -21,8 +24,11 @@ _tokens = 'tokens of a batch (budget, packed); None: bs texts of half of max_len
 class Transformer(Kind):
     "A transformer of Hugging Face that classifies texts"
     was = 'hf'
-    data: str = setting(text(), "data source, or 'auto'", default='docstrings')
+    data: str = setting(source(), _data, default='docstrings')
     split: str = setting(one_of('own', 'pooled'), _split, default='own')
+    valid: float|str|None = setting(optional(held_out()), _valid, default=None)
+    text_col: str|None = setting(optional(text()), _column.format('texts'), default=None)
+    label_col: str|None = setting(optional(text()), _column.format('labels'), default=None)
     arch: str = setting(text(), 'a name of the Hub, or a folder', default='distilbert-tiny')
     pretrained: bool = setting(yes_no(), 'start from published weights', default=False)
     loader: str = setting(one_of('padded', 'random', 'sorted', 'budget', 'packed'), _loader, default='sorted')
@@ -48,7 +54,9 @@ class Transformer(Kind):
 class LanguageModel(Kind):
     "A recurrent language model of words"
     was = 'rnn'
-    data: str = setting(text(), "data source, or 'auto'", default='docstrings')
+    data: str = setting(source(), "data source, 'auto', or a path: a table, .txt files", default='docstrings')
+    valid: float|str|None = setting(optional(held_out()), _valid, default=None)
+    text_col: str|None = setting(optional(text()), _column.format('texts'), default=None)
     arch: str = setting(text(), 'lstm, gru or rnn', default='lstm')
     bptt: int = setting(whole(1), 'words in a window', default=35)
 
@@ -61,7 +69,7 @@ class LanguageModel(Kind):
     def make_dls(self, bs, device=None, offline=False):
         from fastbench.text.rnn import lm_dls
         return lm_dls(self.data, bs=bs, bptt=self.bptt, seed=self.seed, sample=self.sample, device=device,
-                      offline=offline)
+                      offline=offline, valid=self.valid, text_col=self.text_col)
 
     def make_learner(self, dls, offline=False, metrics=None, **kwargs): # metrics: it has its own, with perplexity
         from fastbench.text.rnn import rnn_learner

@@ -56,7 +56,8 @@ def recipe_dls(r:Recipe, # Data, loader and lengths
                offline:bool=False, # Never open a connection
     )->DataLoaders: # With `info`; `fallback_weights` in it says why weights will be random
     "The `DataLoaders` of a `Transformer`"
-    ts = load_text_source(r.data, split=r.split, sample=r.sample, seed=r.seed, offline=offline)
+    own = {o: getattr(r, o) for o in ('valid', 'text_col', 'label_col')}
+    ts = load_text_source(r.data, split=r.split, sample=r.sample, seed=r.seed, offline=offline, **own)
     if ts.classes is None: raise UserError(f"data={r.data!r} has no labels: the kind LanguageModel trains on it")
     tok,why = recipe_tokenizer(r, ts, offline)
     bt = BatchTokenizer(tok, r.max_length, r.max_length if r.loader == 'padded' else None)

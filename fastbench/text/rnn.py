@@ -28,6 +28,7 @@ from torch import nn
 
 from ..train.fast_callbacks import LeanLoss
 from ..errors import UserError, unknown
+from ..data.place import is_path
 from .sources import TextSet, load_text_source
 from ..train.learner import BenchLearner, find_device
 from ..train.transfer import put
@@ -148,7 +149,7 @@ def _doc_ends(docs):
     return ends
 
 # %% ../../nbs/text/21_rnn.ipynb #cfcea427
-def lm_dls(data='docstrings', # A source, a `TextSet`, or (training texts, validation texts)
+def lm_dls(data='docstrings', # A source, a path, a `TextSet`, or (training texts, validation texts)
            bs=20, # Rows in a batch, on each rank
            bptt=35, # Words in a window
            valid_bs=None, # Rows in a batch of validation; None: `bs`
@@ -162,9 +163,13 @@ def lm_dls(data='docstrings', # A source, a `TextSet`, or (training texts, valid
            world_size=None, # Ranks in all; None: as torch.distributed says
            device=None, # None: fastai's default
            offline=False, # Never open a socket
+           valid=None, # Of a path: what is held out, as for `own_texts`
+           text_col=None, # Of a path to a table: the column of the texts
     )->DataLoaders: # With `vocab` and `info`
     "`DataLoaders` of a word-level language model"
-    if isinstance(data, str): data = load_text_source(data, sample=sample, seed=seed, offline=offline)
+    if isinstance(data, str) or is_path(data):
+        data = load_text_source(data, sample=sample, seed=seed, offline=offline, valid=valid, text_col=text_col,
+                                labelled=False)
     rank,world_size = _ranks(rank, world_size)
     own = isinstance(data, TextSet)
     texts = (data.train.texts, data.valid.texts) if own else data

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['text_sources', 'families', 'find_text_source', 'load_docstrings', 'load_reviews', 'load_imdb', 'load_wikitext',
-           'load_text_source', 'train_tokenizer', 'source_tokenizer']
+           'load_own_texts', 'load_text_source', 'train_tokenizer', 'source_tokenizer']
 
 # %% ../../nbs/text/03_sources.ipynb #733a23f4
 import json, sys, warnings
@@ -13,6 +13,9 @@ from pathlib import Path
 
 from ..machine.download import DataUnavailable, build_folder, cache_dir, fastai_set
 from ..errors import UserError, unknown
+from ..data.parts import check_trained
+from ..data.place import is_path, only_with_path, path_hint
+from ..data.texts import own_texts
 from .docstrings import group_texts, package_docstrings, package_versions, packages
 from .reviews import fingerprint, make_reviews
 from .split import Texts, TextSet, TextSource, read_table, read_text, split_texts
@@ -39,7 +42,7 @@ def find_text_source(name:str # A source, `auto`, or `auto:NAME`
     "The source that `name` asks for (`auto` alone asks for imdb)"
     want = name[5:] if str(name).startswith('auto:') else 'imdb' if name == 'auto' else name
     if isinstance(want, str) and want in text_sources: return text_sources[want]
-    raise UserError(unknown('text source', name, [*text_sources, 'auto', 'auto:NAME']))
+    raise UserError(unknown('text source', name, [*text_sources, 'auto', 'auto:NAME']) + path_hint(name))
 
 # %% ../../nbs/text/03_sources.ipynb #d24285d5
 def _docstrings(folder):
@@ -104,6 +107,14 @@ def load_wikitext(source, offline=False, tell=None, **kwargs): # as for `load_te
     train,valid = part('train.csv'), part('test.csv')
     return TextSet(source, None, train, valid, info=dict(fingerprint=fingerprint(train.texts+valid.texts)))
 
+# %% ../../nbs/text/03_sources.ipynb #e695e8c9
+def load_own_texts(data:str, # A path: a table, a folder of .txt files, one such file
+                   **kwargs): # For `own_texts`: valid, text_col, label_col, labelled, seed, split
+    "The texts of a path"
+    got = own_texts(data, **kwargs)
+    source = TextSource(got.name, '', 'files of whoever trains', None, len(got.classes) if got.classes else None)
+    return TextSet(source, got.classes, Texts(*got.part(False)), Texts(*got.part(True)), info=got.info)
+
 # %% ../../nbs/text/03_sources.ipynb #445ba38d
 _text_loaders = {'docstrings': load_docstrings, 'reviews': load_reviews, 'reviews-25k': load_reviews,
                  'imdb': load_imdb, 'wikitext2': load_wikitext}
@@ -111,14 +122,15 @@ _text_loaders = {'docstrings': load_docstrings, 'reviews': load_reviews, 'review
 
 # %% ../../nbs/text/03_sources.ipynb #e9e0a2af
 def _check_ask(source, split, sample, n):
-    "An error for what cannot be asked of `source`"
+    "An error for what cannot be asked of `source`, None for a path"
     if split not in ('own', 'pooled'):
         raise UserError(f"split={split!r} cannot be: 'own', or 'pooled' for 70, 10 and 20% of all texts")
     if isinstance(sample, bool) or not isinstance(sample, (int, float)) or not 0 < sample <= 1:
         raise UserError(f'sample={sample!r} cannot be: it is a share above 0, up to 1')
     if n is None: return
-    if not source.n:
-        raise UserError(f'n={n!r} cannot be: {source.name} has the texts it has; sample=.1 takes a share of them')
+    if not source or not source.n:
+        name = source.name if source else 'a path'
+        raise UserError(f'n={n!r} cannot be: {name} has the texts it has; sample=.1 takes a share of them')
     if isinstance(n, bool) or not isinstance(n, int) or n < 10:
         raise UserError(f'n={n!r} cannot be: a number of texts, 10 or more')
 
@@ -141,29 +153,38 @@ def _described(res, asked, fallback, **kwargs):
     sizes = dict(n_train=len(res.train), n_valid=len(res.valid), n_test=len(res.test) if res.test else 0)
     return source | res.info | kwargs | sizes
 
+# %% ../../nbs/text/03_sources.ipynb #54a5a97c
+def _named(name, **kwargs):
+    "The set of a source; the name of that which it stands in for"
+    want = find_text_source(name)
+    def load(source): return _text_loaders[source.name](source, **kwargs)
+    try: return load(want),None
+    except DataUnavailable as e:
+        if not name.startswith('auto'): raise
+        instead = f"using {want.fallback!r} in place of {want.name!r}, and results will be marked so"
+        warnings.warn(f"data={name!r}: {instead}. Why: {e}", stacklevel=3)
+        return load(text_sources[want.fallback]),want.name
+
 # %% ../../nbs/text/03_sources.ipynb #b52b1a16
-def load_text_source(name:str, # A source, `auto`, or `auto:NAME`
+def load_text_source(name:str, # A source, `auto`, `auto:NAME`, or a path
                      split='own', # 'own', as the source has it; 'pooled': 70% to train, 10% to validate, 20% to test
                      sample=1., # Share of each class to use, in every part
                      seed=42, # Of split and sample
                      n=None, # Texts, of a source that generates them
                      offline=False, # Never open a socket
                      tell=None, # Called with the bytes downloaded so far and in all
-    )->TextSet:
-    "The texts of the source `name`"
-    want,why = find_text_source(name), None
-    _check_ask(want, split, sample, n)
-    def load(source): return _text_loaders[source.name](source, seed=seed, n=n, offline=offline, tell=tell)
-    try: res = load(want)
-    except DataUnavailable as e:
-        if not name.startswith('auto'): raise
-        why = str(e)
-        res = load(text_sources[want.fallback])
-        instead = f"using {want.fallback!r} in place of {want.name!r}, and results will be marked so"
-        warnings.warn(f"data={name!r}: {instead}. Why: {why}", stacklevel=2)
+                     **of_path): # Of a path: valid, text_col, label_col, labelled, as for `own_texts`
+    "The texts of the source `name`, a `TextSet`"
+    own = is_path(name)
+    _check_ask(None if own else find_text_source(name), split, sample, n)
+    if own: res,instead_of = load_own_texts(name, split=split, seed=seed, **of_path),None
+    else:
+        only_with_path(name, **{k: v for k,v in of_path.items() if k != 'labelled'})
+        res,instead_of = _named(name, seed=seed, n=n, offline=offline, tell=tell)
     if split == 'pooled': res.train,res.valid,res.test = split_texts(_joined(res), [.1, .2], seed, stratify=False)
     for o in ('train', 'valid', 'test'): setattr(res, o, _read(_sampled(getattr(res, o), sample, seed)))
-    res.info = _described(res, name, want.name if why else None, split=split, sample=sample, seed=seed)
+    if own: check_trained(res.source.name, res.classes, res.train.labels, len(res.valid))
+    res.info = _described(res, name, instead_of, split=split, sample=sample, seed=seed)
     return res
 
 # %% ../../nbs/text/03_sources.ipynb #4118cc14
@@ -275,7 +296,8 @@ def source_tokenizer(data, # A source's name, or a `TextSet`
     if family not in families: raise UserError(unknown('tokenizer family', family, list(families)))
     ts = data if isinstance(data, TextSet) else load_text_source(data, **kwargs)
     mark = fingerprint(ts.train.texts)
-    tok = train_tokenizer(ts.train.texts, vocab_size, family, key=f'{ts.source.name}-{ts.source.version}-{mark}')
+    key = f'{ts.source.name}-{ts.source.version}' if ts.source.version else 'own'  # a folder may be called anything
+    tok = train_tokenizer(ts.train.texts, vocab_size, family, key=f'{key}-{mark}')
     tok.info |= dict(source=ts.source.name, fingerprint=mark)
     if wanted := tok.info['wanted']:
         warnings.warn(f"{ts.source.name} yields {len(tok):,} tokens of the {wanted:,} that {family} has: "

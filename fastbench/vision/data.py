@@ -21,6 +21,8 @@ from fasttransform import Transform
 
 from ..machine.environment import worker_cores
 from ..errors import UserError
+from ..data.parts import check_trained
+from ..data.place import is_path
 from ..recipe import check_field
 from ..train.transfer import CopiesAhead, put
 from .images import Images
@@ -185,7 +187,7 @@ def _datasets(parts, classes, n_ch):
     return Datasets(items, [[_first, image], label], splits=[list(range(n)), list(range(n, len(items)))])
 
 # %% ../../nbs/vision/02_data.ipynb #c2cee445
-def vision_dls(data='digits', # A source, `imagenette` (picks its archive by `size`), `auto`, or `auto:NAME`
+def vision_dls(data='digits', # A source, `imagenette` (picks its archive by `size`), `auto`, `auto:NAME`, or a path
                size=None, # Side in pixels that images are resized to; None: the source's own
                bs=64, # Images per batch; the last, incomplete one of training is dropped
                workers=None, # Loader processes; None: min(8, cpus), 0 for images in memory
@@ -197,16 +199,19 @@ def vision_dls(data='digits', # A source, `imagenette` (picks its archive by `si
                device=None, # None: fastai's default
                offline=False, # Never open a socket
                split='own', # Validation: 'own', as the source has it; 'pooled': a random 20% of all its images
+               valid=None, # Of a path: a share, a column or folder in it, or a path; None: as it tells, else 20%
+               label_col=None, # Of a path to a table: the column of the labels
     )->DataLoaders: # With `info`: name, version, asked, fallback, real, synthetic, sizes and all settings in effect
     "`DataLoaders` of a named source"
     check_field(Images, 'bs', bs, without='largest')
     given = dict(size=size, workers=workers, prefetch=prefetch, seed=seed, sample=sample,
-                 min_scale=min_scale, flip=flip)
-    for k,v in given.items(): check_field(Images, k, v)
-    got = load_source(data, size, seed=seed, offline=offline)
+                 min_scale=min_scale, flip=flip, valid=valid, label_col=label_col)
+    given = {k: check_field(Images, k, v) for k,v in given.items()}
+    got = load_source(data, size, seed, offline, split=split, valid=given['valid'], label_col=label_col)
     src,classes = got.source,got.classes
     min_scale,flip = src.min_scale if min_scale is None else min_scale, src.flip if flip is None else flip
     parts = [_sampled(o, sample, seed) for o in _split(got, split, seed)]
+    if is_path(data): check_trained(src.name, classes, [y for _,y in parts[0]], len(parts[1]))
     if bs > len(parts[0]): raise TooFewImages(bs, src.name, len(parts[0]), sample)
     arrays,n_ch = not isinstance(parts[0][0].x, os.PathLike),len(src.stats[0])
     if workers is None: workers = 0 if arrays else min(8, worker_cores())

@@ -9,17 +9,22 @@ __all__ = ['Images']
 from dataclasses import dataclass
 
 from ..recipe import Kind
-from ..rules import one_of, optional, real, setting, text, whole, yes_no
+from ..rules import held_out, one_of, optional, real, setting, source, text, whole, yes_no
 
 # %% ../../nbs/vision/00_images.ipynb #6d358bfd
+_data = "data source, 'auto', or a path: a folder by class, a table of files"
 _split = "validation: the data's own, or 20% of all images, drawn anew"
+_valid = "validation of a path's images; None: as they tell, else 20%"
+_label = 'column of the labels in a table; None: the one that it can only be'
 _augment = 'where augmentation happens: see vision.augment; auto: as suits the data'
 
 @dataclass(frozen=True)
 class Images(Kind, kind=False):
     "A training on images"
-    data: str = setting(text(), "data source, or 'auto'", default='digits')
+    data: str = setting(source(), _data, default='digits')
     split: str = setting(one_of('own', 'pooled'), _split, default='own')
+    valid: float|str|None = setting(optional(held_out()), _valid, default=None)
+    label_col: str|None = setting(optional(text()), _label, default=None)
     size: int|None = setting(optional(whole(1)), 'image side in pixels; None: as the source has it', default=None)
     prefetch: int = setting(whole(1), 'batches fetched ahead by each worker', default=2)
     channels_last: bool = setting(yes_no(), 'channels-last memory format', default=False)

@@ -12,6 +12,7 @@ from functools import partial
 
 from fastcore.basics import patch
 
+from ..data.place import is_path
 from ..recipe import recipes
 from ..rules import one_of, optional, setting, text, whole, yes_no
 from .images import Images
@@ -21,7 +22,8 @@ from .images import Images
 def make_dls(self:Images, bs, device=None, offline=False):
     from fastbench.vision.augment import augmented
     from fastbench.vision.data import vision_dls
-    given = {o: getattr(self, o) for o in ('prefetch', 'seed', 'min_scale', 'flip', 'sample', 'split')}
+    given = 'prefetch', 'seed', 'min_scale', 'flip', 'sample', 'split', 'valid', 'label_col'
+    given = {o: getattr(self, o) for o in given}
     make = partial(vision_dls, self.data, self.size, workers=_workers(self), device=device, offline=offline, **given)
     dls = _or_all_there_is(self, bs, make)
     if self.augment == 'auto': return dls
@@ -34,8 +36,10 @@ def _or_all_there_is(r, bs, make):
     from fastbench.vision.data import TooFewImages
     try: return make(bs)
     except TooFewImages as e:
-        if r.sample == 1 or bs != getattr(recipes().get(r.name), 'bs', None): raise
-        said = f'a batch of {bs} was asked for, this sample ({r.sample:g}) has {e.n} training images: batches of {e.n}'
+        whole = r.sample == 1 and not is_path(r.data)
+        if whole or e.n < 2 or bs != getattr(recipes().get(r.name), 'bs', None): raise
+        what = 'these data have' if r.sample == 1 else f'this sample ({r.sample:g}) has'
+        said = f'a batch of {bs} was asked for, {what} {e.n} training images: batches of {e.n}'
         warnings.warn(said, stacklevel=4)
         return make(e.n)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['sources', 'shapes', 'Source', 'Item', 'ImageSet', 'find_source', 'split_each', 'load_digits_set', 'draw_photo',
-           'make_photos', 'load_photos_set', 'scan_folders', 'load_fetched_set', 'load_source']
+           'make_photos', 'load_photos_set', 'scan_folders', 'load_fetched_set', 'load_own_set', 'load_source']
 
 # %% ../../nbs/vision/01_sources.ipynb #8627d302
 import hashlib, json, math, sys, warnings
@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from ..machine.download import DataUnavailable, build_folder, cache_dir, fastai_set
 from ..errors import UserError, unknown
+from ..data.images import native_side, own_images
+from ..data.place import is_path, only_with_path, path_hint
 
 # %% ../../nbs/vision/01_sources.ipynb #cb0514f6
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ def find_source(name:str, # A source, `imagenette`, `auto`, or `auto:NAME`
     given,name = name,(name[5:] if str(name).startswith('auto:') else 'imagenette' if name == 'auto' else name)
     if name == 'imagenette': name = 'imagenette-full' if (size or 320) > 224 and size else 'imagenette-320'
     if name not in sources:
-        raise UserError(unknown('data source', given, [*sources, 'imagenette', 'auto', 'auto:NAME']))
+        known = [*sources, 'imagenette', 'auto', 'auto:NAME']
+        raise UserError(unknown('data source', given, known) + path_hint(given))
     return sources[name]
 
 # %% ../../nbs/vision/01_sources.ipynb #6505e4ce
@@ -249,6 +252,19 @@ def load_fetched_set(source, seed=42, offline=False, tell=None): # as for `load_
                         f"train and {'val' if 'imagenette' in source.name else 'test'} folders", offline, tell)
     return ImageSet(source, *scan_folders(folder, source.n_classes))
 
+# %% ../../nbs/vision/01_sources.ipynb #547402cb
+_imagenet = (.485,.456,.406), (.229,.224,.225)
+
+def load_own_set(data:str, # A path: a folder by class, or a table of files and labels
+                 size=None, # Pixels that the images will be resized to; None: as most of them are
+                 **kwargs): # For `own_images`: valid, label_col, seed, split
+    "The images of a path"
+    got = own_images(data, **kwargs)
+    native = size or native_side(got.items)
+    source = Source(got.name, '', 'files of whoever trains', None, len(got.classes), native, _imagenet)
+    train,valid = ([Item(*o) for o in zip(*got.part(held))] for held in (False, True))
+    return ImageSet(source, got.classes, train, valid, got.info)
+
 # %% ../../nbs/vision/01_sources.ipynb #752e9bde
 _loaders = dict(digits=load_digits_set, photos=load_photos_set)
 
@@ -258,13 +274,18 @@ def _described(res, asked, fallback):
                 n_classes=len(res.classes), fingerprint=None)
 
 # %% ../../nbs/vision/01_sources.ipynb #58eeb627
-def load_source(name:str, # A source, `imagenette` (picks its archive by `size`), `auto`, or `auto:NAME`
+def load_source(name:str, # A source, `imagenette` (picks its archive by `size`), `auto`, `auto:NAME`, or a path
                 size=None, # Pixels that the images will be resized to
                 seed=42, # Of a split that the source does not bring itself
                 offline=False, # Never open a socket
                 tell=None, # Called with the bytes downloaded so far and in all
+                split='own', # Of a path: 'pooled' leaves its validation to whoever asks
+                valid=None, # Of a path: see `own_images`
+                label_col=None, # Of a path, likewise
     )->ImageSet:
     "The images of the source `name`"
+    only_with_path(name, valid=valid, label_col=label_col)
+    if is_path(name): return load_own_set(name, size, seed=seed, split=split, valid=valid, label_col=label_col)
     want = find_source(name, size)
     def load(source):
         if source.name in _loaders: return _loaders[source.name](source, seed=seed)
