@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 from contextlib import suppress
+from time import perf_counter
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastbench.errors import UserError
-from fastbench.loops.plain import StepProfiler, profiling_steps
+from fastbench.loops.lit import LightningProfiler, _same_variable
+from fastbench.loops.plain import learner_run, profiling_steps
+from fastbench.loops.steps import StepProfiler
+from fastbench.loops.trainer import TrainerProfiler, completed
 from fastbench.measure.phases import values
 from fastbench.measure.stopwatch import ManualClock
 
@@ -494,3 +498,343 @@ def test_batches_are_the_loader_to_whoever_asks():
     dl, model, opt = parts()
     b = StepProfiler(dl, model, opt).batches
     assert len(b) == 8 and b.batch_size == 4 and b.dataset is dl.dataset
+
+
+# --- Runs
+
+def test_a_run_is_saved_compared_and_reported(tmp_path):
+    from fastbench.compare.runs import compare
+    from fastbench.compare.sides import NotComparable
+    from fastbench.page.report import report
+    from fastbench.runs.store import load, save
+    sides = {}
+    for bs in (4, 4, 8):
+        dl, model, opt = parts(bs=bs)
+        with profiling_steps(dl, model, opt) as prof: train(prof.batches, model, opt)
+        sides.setdefault(bs, []).append(prof.run('tiny', 'noise', lr=.01))
+    a, b = sides[4]
+    assert a.recipe | dict(kind='Loop', name='tiny', loop='pytorch', bs=4, precision='fp32', epochs=1, arch='Net', parameters=27, lr=.01, data='noise') == a.recipe
+    assert a.status == 'ok' and a.data == dict(name='noise', n_train=32) and a.seconds > 0 and a.figures.rate > 0 and a.figures.samples == 32
+    assert load(save(a, tmp_path)).as_dict() == a.as_dict()
+    assert compare(a, b).rows
+    with pytest.raises(NotComparable, match='bs'): compare(a, sides[8][0])
+    assert 'tiny' in report(a, b).html
+
+
+@pytest.mark.parametrize('exc', [None, KeyboardInterrupt(), RuntimeError('no more\nmemory')], ids=str)
+def test_a_run_says_how_it_ended(exc):
+    dl, model, opt = parts()
+    prof = profiling_steps(dl, model, opt)
+    with suppress(BaseException), prof:
+        train(prof.batches, model, opt)
+        if exc: raise exc
+    run = prof.run()
+    assert (run.status, run.error) == {type(None): ('ok', None), KeyboardInterrupt: ('interrupted', None)}.get(type(exc), ('failed', 'RuntimeError: no more'))
+
+
+def test_no_run_before_there_is_one():
+    with pytest.raises(UserError, match='nothing was measured'): profiling_steps().run()
+    with profiling_steps() as prof, pytest.raises(UserError, match='still running'): prof.run()
+
+
+def test_fastais_loop_beside_it():
+    from fastai.data.core import DataLoaders
+    from fastai.learner import Learner
+    from fastbench.compare.runs import compare
+    dl, model, opt = parts()
+    learn = Learner(DataLoaders(dl, []), Net(), loss_func=F.cross_entropy)
+    with pytest.raises(UserError, match='not profiled'): learner_run(learn)
+    learn.profile()
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    with profiling_steps(dl, model, opt) as prof: train(prof.batches, model, opt)
+    a, b = learner_run(learn, 'tiny', 'noise'), prof.run('tiny', 'noise')
+    assert compare(a, b, on='loop').rows
+    assert {k: a.recipe[k] for k in ('bs', 'precision', 'arch', 'parameters', 'epochs')} == {k: b.recipe[k] for k in ('bs', 'precision', 'arch', 'parameters', 'epochs')}
+
+
+# --- Hugging Face's Trainer, Lightning, Accelerate: the same work, the same rows
+
+CLOCK, SLEEPS = ManualClock(), {}
+
+
+def sleeps(name):
+    if name in SLEEPS: CLOCK.sleep(SLEEPS[name])
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 3)
+
+    def forward(self, x):
+        sleeps('forward')
+        return self.lin(x)
+
+
+class WithLoss(nn.Module):
+    "A model that gives its loss, as transformers' do"
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x, labels):
+        logits = self.inner(x)
+        return dict(loss=F.cross_entropy(logits, labels), logits=logits)
+
+    def zero_grad(self, set_to_none=True):  # Trainer's way
+        sleeps('zero_grad')
+        super().zero_grad(set_to_none)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, n=32): self.n = n
+    def __len__(self): return self.n
+    def __getitem__(self, i): return dict(x=torch.full((8,), i/self.n), labels=torch.tensor(i % 3))
+
+
+def collate(rows):
+    sleeps('collate')
+    return torch.utils.data.default_collate(rows)
+
+
+class Opt(torch.optim.SGD):
+    def step(self, closure=None):
+        loss = closure and closure()
+        sleeps('optimizer')
+        super().step()
+        return loss
+
+    def zero_grad(self, set_to_none=True):
+        sleeps('zero_grad')
+        super().zero_grad(set_to_none)
+
+
+@pytest.fixture
+def slow(request):
+    SLEEPS.update({request.param: 1.})
+    yield request.param
+    SLEEPS.clear()
+
+
+def slow_backward(model): model.lin.weight.register_hook(lambda g: sleeps('backward') or g)
+
+
+def trainer(tmp_path, **kwargs):
+    transformers = pytest.importorskip('transformers')
+    pytest.importorskip('accelerate')
+    model = WithLoss()
+    slow_backward(model.inner)
+    args = dict(per_device_train_batch_size=4, per_device_eval_batch_size=4, num_train_epochs=1, report_to='none', use_cpu=True, disable_tqdm=True,
+                save_strategy='no', logging_strategy='no') | kwargs
+    opt = Opt(model.parameters(), lr=.1)
+    return transformers.Trainer(model, transformers.TrainingArguments(str(tmp_path), **args), train_dataset=Rows(), eval_dataset=Rows(16), data_collator=collate,
+                                optimizers=(opt, torch.optim.lr_scheduler.LambdaLR(opt, lambda i: 1.)))
+
+
+def by_trainer(tmp_path, **kwargs):
+    prof = TrainerProfiler()
+    prof.watch.clock = CLOCK
+    t = trainer(tmp_path, **kwargs)
+    t.add_callback(prof)
+    t.train()
+    clean(t.model, t.optimizer.optimizer)
+    assert not prof.watch.running
+    return prof
+
+
+def lightning(**kwargs):
+    pytest.importorskip('lightning')
+    with _same_variable(): import lightning.pytorch as pl
+    class Lit(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Inner()
+            slow_backward(self.net)
+        def forward(self, x): return self.net(x)
+        def training_step(self, b, i): return F.cross_entropy(self(b['x']), b['labels'])
+        def validation_step(self, b, i): self.training_step(b, i)
+        def configure_optimizers(self): return Opt(self.parameters(), lr=.1)
+    dl = DataLoader(Rows(), 4, collate_fn=collate)
+    quiet = dict(max_epochs=1, accelerator='cpu', logger=False, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False)
+    return pl.Trainer(**quiet | kwargs), Lit(), dl
+
+
+def by_lightning(tmp_path, **kwargs):
+    prof = LightningProfiler()
+    prof.watch.clock = CLOCK
+    t, module, dl = lightning(callbacks=[prof], **kwargs)
+    before = t.profiler
+    t.fit(module, dl, dl)
+    clean(module, *t.optimizers)
+    assert t.profiler is before and not prof.watch.running
+    return prof
+
+
+def by_accelerate(tmp_path):
+    accelerate = pytest.importorskip('accelerate')
+    model = Inner()
+    slow_backward(model)
+    acc = accelerate.Accelerator(cpu=True)
+    model, opt, dl, valid = acc.prepare(model, Opt(model.parameters(), lr=.1), DataLoader(Rows(), 4, collate_fn=collate), DataLoader(Rows(), 4, collate_fn=collate))
+    prof = profiling_steps(dl, model, opt)
+    prof.watch.clock = CLOCK
+    with prof:
+        for b in prof.batches:
+            acc.backward(F.cross_entropy(model(b['x']), b['labels']))
+            opt.step()
+            opt.zero_grad()
+    clean(model, opt.optimizer)
+    return prof
+
+
+def by_fastai(tmp_path):
+    from fastai.data.core import DataLoaders
+    from fastai.learner import Learner
+    from fastai.optimizer import OptimWrapper
+    def as_tuple(rows):
+        b = collate(rows)
+        return b['x'], b['labels']
+    model = Inner()
+    slow_backward(model)
+    learn = Learner(DataLoaders(DataLoader(Rows(), 4, collate_fn=as_tuple), []), model, loss_func=F.cross_entropy,
+                    opt_func=lambda ps, lr=.1, **kw: OptimWrapper(ps, Opt, lr=lr))
+    learn.profile()
+    learn.profiler.watch.clock = CLOCK
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    return learn.profiler
+
+
+def by_hand(tmp_path):
+    dl, model = DataLoader(Rows(), 4, collate_fn=collate), Inner()
+    slow_backward(model)
+    opt = Opt(model.parameters(), lr=.1)
+    prof = profiling_steps(dl, model, opt)
+    prof.watch.clock = CLOCK
+    with prof:
+        for b in prof.batches:
+            F.cross_entropy(model(b['x']), b['labels']).backward()
+            opt.step()
+            opt.zero_grad()
+    return prof
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('loop', [by_fastai, by_hand, by_accelerate, by_trainer, by_lightning])
+@pytest.mark.parametrize('slow', ['collate', 'forward', 'backward', 'optimizer', 'zero_grad'], indirect=True)
+def test_the_same_work_has_the_same_row_in_every_loop(loop, slow, tmp_path):
+    prof = loop(tmp_path)
+    row = dict(collate='draw', optimizer='opt_step').get(slow, slow)
+    assert totals(prof) == {row: 8.} and len(prof.profile.steps['train']) == 8
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_trainer_counts_what_it_does(tmp_path):
+    CLOCK.sleep(1)
+    prof = by_trainer(tmp_path, num_train_epochs=2, eval_strategy='steps', eval_steps=4, logging_strategy='steps', logging_steps=3)
+    assert (len(prof.profile.steps['train']), len(prof.profile.steps['valid'])) == (16, 4*4)
+    assert values(prof.profile.steps['train'], 'samples') == [4.]*16 and values(prof.profile.steps['valid'], 'samples') == [4.]*16
+    run = prof.run('rows')
+    assert (run.recipe['loop'], run.recipe['bs'], run.recipe['epochs'], run.status) == ('trainer', 4, 2, 'ok')
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_a_step_of_trainer_is_an_update(tmp_path):
+    prof = by_trainer(tmp_path, gradient_accumulation_steps=4)
+    assert values(prof.profile.steps['train'], 'samples') == [16.]*2
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('managed', [True, False])
+def test_a_training_of_trainer_that_fails(tmp_path, managed):
+    prof, t = TrainerProfiler(), trainer(tmp_path)
+    t.add_callback(prof)
+    calls = []
+    def fail(g):
+        calls.append(1)
+        if len(calls) == 3: raise ZeroDivisionError
+    t.model.inner.lin.weight.register_hook(fail)
+    def go():
+        if not managed: return t.train()
+        with prof: t.train()
+    with pytest.raises(ZeroDivisionError): go()
+    if not managed: prof.close()
+    clean(t.model, t.optimizer.optimizer)
+    assert value(prof, 'train', 'step') == 2 and not prof.watch.running
+    adds_up(prof)
+    t.train()
+    clean(t.model, t.optimizer.optimizer)
+    assert value(prof, 'train', 'step') == 10
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_trainer_trains_as_without(tmp_path):
+    weights = []
+    for profiled in (False, True):
+        torch.manual_seed(0)
+        t = trainer(tmp_path)
+        if profiled: t.add_callback(TrainerProfiler())
+        t.train()
+        weights.append(t.model.inner.lin.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('exc', [KeyboardInterrupt, ZeroDivisionError], ids=lambda o: o.__name__)
+def test_a_fit_of_lightning_that_fails(exc):
+    prof = LightningProfiler()
+    t, module, dl = lightning(callbacks=[prof])
+    calls = []
+    def fail(g):
+        calls.append(1)
+        if len(calls) == 3: raise exc
+    module.net.lin.weight.register_hook(fail)
+    before = t.profiler
+    with suppress(BaseException): t.fit(module, dl, dl)
+    clean(module, *t.optimizers)
+    assert t.profiler is before and value(prof, 'train', 'step') == 2 and 'ended by an error' in str(prof)
+    adds_up(prof)
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_lightning_counts_what_it_does(tmp_path):
+    prof = by_lightning(tmp_path, max_epochs=2, val_check_interval=4, accumulate_grad_batches=2)
+    assert (len(prof.profile.steps['train']), len(prof.profile.steps['valid'])) == (16, 4*8)
+    assert values(prof.profile.steps['train'], 'samples') == [4.]*16
+    assert prof.run('rows').recipe['loop'] == 'lightning'
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_real_times_add_up(tmp_path):
+    for make in (by_trainer, by_lightning, by_accelerate):
+        prof = _on_a_real_clock(make, tmp_path)
+        adds_up(prof)
+        for o in 'forward backward opt_step'.split(): assert value(prof, 'train', o) == 8, (make, o)
+
+
+def _on_a_real_clock(make, tmp_path):
+    global CLOCK
+    manual, CLOCK = CLOCK, perf_counter
+    try: return make(tmp_path)
+    finally: CLOCK = manual
+
+
+def test_importing_all_of_this_imports_neither_of_them():
+    code = ('import os, sys, fastbench.loops.plain, fastbench.loops.trainer, fastbench.loops.lit; '
+            'print([o for o in ("transformers", "lightning", "accelerate") if o in sys.modules], "PYTORCH_NVML_BASED_CUDA_CHECK" in os.environ)')
+    said = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True)
+    assert said.stdout.strip() == '[] False', said
+
+
+@pytest.mark.parametrize('cls,module,extra', [('TrainerProfiler', 'transformers', 'trainer'), ('LightningProfiler', 'lightning.pytorch', 'lightning')])
+def test_a_package_that_is_missing_is_told(cls, module, extra, monkeypatch):
+    completed.cache_clear()
+    for o in ('lightning', 'pytorch_lightning'): monkeypatch.delitem(sys.modules, o, raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=rf"pip install 'fastbench\[{extra}\]'"): globals()[cls]()
+    completed.cache_clear()
+
+
+def test_lightnings_variable_is_put_back():
+    pytest.importorskip('lightning')
+    code = 'import os; from fastbench.loops.lit import LightningProfiler; LightningProfiler(); print("PYTORCH_NVML_BASED_CUDA_CHECK" in os.environ)'
+    assert subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True).stdout.strip() == 'False'
