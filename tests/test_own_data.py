@@ -15,7 +15,7 @@ from fastbench.compare.ab import ab_recipes
 from fastbench.compare.sides import differences, said
 from fastbench.errors import UserError
 from fastbench.machine.download import DataUnavailable
-from fastbench.own import fingerprint
+from fastbench.data import fingerprint
 from fastbench.data.place import is_path, own_name
 from fastbench.data.texts import own_texts
 from fastbench.recipe import as_dict, get_recipe
