@@ -179,7 +179,8 @@ def short(self:Kind): # A recipe
     return but(self, epochs=1, batches=2)
 
 @patch
-def leave(self:Kind, learn): "Put back what making `learn`, which may be None, has changed of the process"
+def leave(self:Kind, learn): # learn: as `build` made it, or None
+    "Put back what making it has changed of the process"
 
 @patch
 def facts(self:Kind, learn)->dict: # learn: as `build` made it

@@ -11,6 +11,7 @@ from PIL import Image
 
 from fastbench.bench.learner import bench_learner
 from fastbench.bench.run import run_recipe
+from fastbench.command.terminal import print_run
 from fastbench.compare.ab import ab_recipes
 from fastbench.compare.sides import differences, said
 from fastbench.errors import UserError
@@ -19,6 +20,7 @@ from fastbench.data import fingerprint
 from fastbench.data.place import is_path, own_name
 from fastbench.data.texts import own_texts
 from fastbench.recipe import as_dict, get_recipe
+from fastbench.runs.record import Run
 from fastbench.runs.store import save
 from fastbench.text.sources import load_text_source
 from fastbench.vision.data import vision_dls
@@ -235,6 +237,8 @@ def test_a_folder_smaller_than_the_recipes_batch(tmp_path):
 def test_bad_shares(valid):
     with pytest.raises(UserError, match='valid=.* is a share between 0 and 1, a column') as e: get_recipe('imagenette-xresnet18', valid=valid)
     line(e)
+    if valid not in ('', ' '):
+        with pytest.raises(UserError, match='valid=.* cannot be: a share'): load_source('.', 8, valid=valid)
 
 
 # --- texts through bench_learner
@@ -413,6 +417,14 @@ def test_a_run_holds_no_path(tmp_path):
         assert run.recipe['data'] == run.data['name'] == own_name(changes['data']) and run.data['fingerprint'] in run.title and not run.asked
     assert run.recipe['valid'] == .2 and run.recipe['label_col'] == 'label' and '12 items in 2 classes' in run.title
     assert as_dict(get_recipe('imagenette-xresnet18', data=str(data), valid='./x'))['valid'] == 'own:x'
+
+
+def test_published_figures_are_of_other_data(tmp_path, capsys):
+    def shown(data): print_run(Run(recipe=dict(name='imagenette-xresnet18', data=data)))
+    shown('own:pictures')
+    assert 'published' not in capsys.readouterr().out
+    shown('imagenette')
+    assert 'published' in capsys.readouterr().out
 
 
 def work(folder, **changes): return run_recipe('imagenette-xresnet18', data=str(folder), device='cpu', **{**IMAGES, **changes})

@@ -67,6 +67,7 @@ class Watch(Callback):
 # %% ../../nbs/bench/02_run.ipynb #befd03ec
 @patch
 def after_batch(self:Watch):
+    "Tell how far it is, and end what diverges"
     now,on_cpu = time.monotonic(),self.training and self.learn.loss.device.type == 'cpu'
     if now > self._next or self.iter+1 == self.n_iter:
         self._next = now + .2
@@ -80,6 +81,7 @@ def after_batch(self:Watch):
 # %% ../../nbs/bench/02_run.ipynb #9b27d1f1
 @patch
 def after_epoch(self:Watch):
+    "Tell what the epoch came to"
     values = epoch_values(self.learn)
     self._history.append(values)
     self.diverged |= any(not math.isfinite(v) for k,v in values.items() if k.endswith('loss'))

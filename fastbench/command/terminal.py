@@ -197,7 +197,8 @@ def print_run(run): # run: a `Run`
     else: print(run.title)
     print(run.headline)
     if run.source and run.traceback: print(run.traceback.rstrip())
-    for o in published(run.recipe.get('name', '')):
+    of_others = not str(run.recipe.get('data')).startswith('own:')  # nobody has published anything of one's own data
+    for o in published(run.recipe.get('name', '')) if of_others else ():
         print(f"  published: {o['machine']}, {o['precision']}: {o['seconds']:,} s")
     for o in run.warnings: print(f'warning: {o}')
 

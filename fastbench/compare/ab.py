@@ -273,7 +273,10 @@ def against(a, # A function of one's own, or its name: `train.py:make`
 
 # %% ../../nbs/compare/06_ab.ipynb #815e786e
 @contextmanager
-def open_ab(a, b, ref, changes, **options): # as for `ab`; ref: its `against`
+def open_ab(a, b, # As for `ab`
+            ref, # Its `against`
+            changes, # Fields of B
+            **options): # Of `start_ab`
     "An `AB` that is ready to be measured, for the time of the block"
     if ref is None: yield start_ab(a, b, changes, **options)
     elif b is not None: raise UserError('--against compares a function with itself at another commit: name one')

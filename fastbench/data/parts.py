@@ -136,6 +136,8 @@ def load_own(data:str, # A path
     )->OwnData:
     "Data of one's own, read and split"
     path,pooled = own_path(data),split == 'pooled'
+    if not isinstance(valid, (str, os.PathLike, type(None))) and not (isinstance(valid, float) and 0 < valid < 1):
+        raise UserError(f'valid={valid!r} cannot be: a share between 0 and 1, a name in the data, or a path')
     if pooled and valid is not None:
         raise UserError(f"valid={valid!r} has no effect with split='pooled', which draws from all: set split='own'")
     named = isinstance(valid, str) and not is_path(valid)

@@ -147,7 +147,7 @@ def _bound(tree):
                       if isinstance(n, ast.Name)}
     return names
 
-# %% ../../nbs/own/00_source.ipynb #4d63b5d4
+# %% ../../nbs/own/00_source.ipynb #b8200fef
 class _Word:
     def __init__(self, name): self.name = name
     def __repr__(self): return self.name
@@ -158,7 +158,7 @@ REQUIRED,WRITTEN = _Word('REQUIRED'),_Word('WRITTEN')
 @dataclass(frozen=True)
 class Parameter:
     "What a function takes"
-    name: str
+    name: str # In the source
     default: object = REQUIRED # Its value; WRITTEN where it is an expression
     written: str = '' # The default, as it is in the source
     annotation: str = '' # As it is in the source
