@@ -67,7 +67,7 @@ def overhead(folder, pairs=8):
     a, b = [], []
     bare(folder, 1), ours(folder, 1)
     for i in range(pairs):
-        for side, f in ((a, bare), (b, ours))[::1 if i % 2 else -1]: side.append(f(folder, epochs=12))
+        for side, f in ((a, bare), (b, ours))[::1 if i % 2 else -1]: side.append(f(folder, epochs=4))
     starts = [[whole - fit for whole, fit in o] for o in (a, b)]
     fits = [[fit for _, fit in o] for o in (a, b)]
     more = sorted(y - x for x, y in zip(*starts))[pairs//2]

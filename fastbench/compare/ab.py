@@ -273,7 +273,8 @@ def against(a, # A function of one's own, or its name: `train.py:make`
 
 # %% ../../nbs/compare/06_ab.ipynb #815e786e
 @contextmanager
-def open_ab(a, b, # As for `ab`
+def open_ab(a, # As for `ab`
+            b, # As for `ab`
             ref, # Its `against`
             changes, # Fields of B
             **options): # Of `start_ab`
