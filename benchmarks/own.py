@@ -109,6 +109,7 @@ def sleep(folder):
 
 if __name__ == '__main__':
     what, *rest = sys.argv[1:] or ['overhead']
+    os.environ.setdefault('OMP_NUM_THREADS', '1')  # two sides that share cores with other programs wait for their threads
     with TemporaryDirectory() as folder:
         (Path(folder)/'train.py').write_text(SCRIPT)
         os.chdir(folder)
