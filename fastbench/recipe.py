@@ -182,6 +182,7 @@ def short(self:Kind): # A recipe
 def leave(self:Kind, learn): # learn: as `build` made it, or None
     "Put back what making it has changed of the process"
 
+# %% ../nbs/02_recipe.ipynb #82213ab1
 @patch
 def facts(self:Kind, learn)->dict: # learn: as `build` made it
     "What is known of the data"

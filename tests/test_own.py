@@ -201,7 +201,9 @@ def test_two_folders_with_a_file_of_the_same_name(home, tmp_path):
     (tmp_path/'sizes.py').write_text('width = 6\n')
     widths = [run_recipe(f'{o}/train.py:make', device='cpu') and bench_learner(f'{o}/train.py:make', device='cpu').model[0].out_channels
               for o in (home, tmp_path, home)]
-    assert widths == [4, 6, 4] and str(home) not in sys.path
+    assert widths == [4, 6, 4]
+    run_recipe(f"{home}/train.py:make", device="cpu")
+    assert str(home) not in sys.path and str(tmp_path) not in sys.path
 
 
 def test_a_module_of_a_package(tmp_path, monkeypatch):

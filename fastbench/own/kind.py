@@ -279,7 +279,7 @@ def facts(self:Function, learn)->dict: # learn: as `build` made it
     from fastbench.own.call import facts
     return facts(learn)
 
-# %% ../../nbs/own/02_kind.ipynb #71da037c
+# %% ../../nbs/own/02_kind.ipynb #ee1966dd
 @patch
 def switch_on(self:Function, learn): # learn: as `build` made it
     "Add what was asked for to the Learner"
@@ -301,7 +301,8 @@ def short(self:Function)->Function: # `epochs` only where it has an effect
 @patch
 def leave(self:Function, learn): # learn: as `build` made it, or None
     "Put back what the function has changed of the process"
-    if learn is not None: vars(learn).pop('global_state').restore()
+    from fastbench.own.call import leave
+    leave(learn)
 
 @patch
 def sized(self:Function, learn): # learn: as `build` made it
