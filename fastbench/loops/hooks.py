@@ -123,7 +123,9 @@ def backward_begins(self:ModelHooks, grad=None):
     if self.backing or self.depth: return
     self.backing = True
     self.regions.enter(BACKWARD)
-    Variable._execution_engine.queue_callback(self._last_of_all)
+    Variable._execution_engine.queue_callback(self._last_of_all if _several_processes() else self.backward_ends)
+
+def _several_processes(): return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 @patch
 def _last_of_all(self:ModelHooks): Variable._execution_engine.queue_callback(self.backward_ends)
