@@ -49,7 +49,7 @@ class CallbackProfiler(StepProfiler):
     def _begin(self, models, optimizers):
         self.close()
         self.models,self.optimizers = models,optimizers
-        self._over,self._in_epoch,self._waits,self._seen = True,False,False,[]
+        self._over,self._in_epoch,self._waits,self._seen,self._due = True,False,False,[],0.
         StepProfiler.__enter__(self)
 
     def _now(self, m):
@@ -62,9 +62,13 @@ class CallbackProfiler(StepProfiler):
 def _draw(self:CallbackProfiler):
     "A batch is asked for: of the next step, if one is over"
     if not self._over: return self.regions.to(REGIONS['draw'])
-    self.watch.mark(DRAW)
+    r,now = self.regions,self.watch.clock()
+    if now > self._due:
+        self.watch.replay()
+        self._due = now + 1
+    r.to(DRAW)
     self._over = False
-    self.regions.begin(REGIONS['draw'])
+    r.begin(REGIONS['draw'])
     self.hooks.forget()
 
 @patch
