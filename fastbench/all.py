@@ -13,7 +13,8 @@ __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile',
            'xresnet_learner', 'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls',
            'hf_learner', 'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer',
            'train_tokenizer', 'hf_splitter', 'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare',
-           'compare_times', 'compare_pairs', 'time_pairs', 'doctor', 'report', 'suite', 'Energy', 'LogPhases']
+           'compare_times', 'compare_pairs', 'time_pairs', 'doctor', 'report', 'suite', 'Energy', 'LogPhases',
+           'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler']
 
 # %% ../nbs/05_all.ipynb #9a69330d
 from .callback.amp import MixedPrecision
@@ -26,6 +27,9 @@ from .callback.half import HalfPrecision
 from .callback.cpu.keepmemory import KeepMemory
 from .callback.limit import FirstBatches
 from .measure.logger import LogPhases
+from .loops.lit import LightningProfiler
+from .loops.plain import learner_run, profiling_steps
+from .loops.trainer import TrainerProfiler
 from .callback.cpu.onednn import OneDNNLinear
 from .measure.profiler import Profiler
 from .callback.cpu.smallmaps import SmallMaps
@@ -83,4 +87,5 @@ _all_ = [
     'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner', 'load_hf_learner',
     'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter',
     'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'compare_pairs', 'time_pairs',
-    'doctor', 'report', 'suite', 'Energy', 'LogPhases']
+    'doctor', 'report', 'suite', 'Energy', 'LogPhases',
+    'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler']

@@ -114,16 +114,20 @@ def tensors(o # Tensors in tuples, lists, dicts, dataclasses
 def watch_for(self:ModelHooks, out # What a model or a loss gave
     ):
     "A backward pass through `out` is marked"
-    for o in tensors(out): o.register_hook(self.backward_begins)
+    for o in tensors(out):
+        if o.grad_fn is None: o.register_hook(self.backward_begins)
+        else: o.grad_fn.register_prehook(self.backward_begins)  # costs less
 
 # %% ../../nbs/loops/01_hooks.ipynb #eddd1a38
 @patch
-def backward_begins(self:ModelHooks, grad=None):
+def backward_begins(self:ModelHooks, grads=None):
     "The first gradient of a backward pass has arrived"
     if self.backing or self.depth: return
     self.backing = True
     self.regions.enter(BACKWARD)
-    Variable._execution_engine.queue_callback(self._last_of_all)
+    Variable._execution_engine.queue_callback(self._last_of_all if _several_processes() else self.backward_ends)
+
+def _several_processes(): return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 @patch
 def _last_of_all(self:ModelHooks): Variable._execution_engine.queue_callback(self.backward_ends)

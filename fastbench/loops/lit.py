@@ -25,33 +25,48 @@ class Relay:
     "Stands in front of Lightning's profiler"
     def __init__(self, to, # Lightning's profiler
                  prof, # A `LightningProfiler`
-        ): self.to,self._prof = to,prof
+        ): self.to,self._prof,self._marks = to,prof,{}
     def __getattr__(self, k): return getattr(self.to, k)
 
     def start(self, name # Of what begins
         ):
         "Something begins"
         self.to.start(name)
-        self._prof._action(name)
+        self._prof._action(self._mark(name))
 
     def stop(self, name # Of what is over
         ):
         "It is over"
-        self._prof._action_over(name)
+        self._prof._action_over(self._mark(name))
         self.to.stop(name)
 
-    @contextmanager
     def profile(self, name # Of what is done in the block
         ):
         "Around what is done"
-        self.start(name)
-        try: yield name
-        finally: self.stop(name)
+        m = self._mark(name)
+        if m is None or m == OTHER and self._prof.regions.now != OPT_STEP: return self.to.profile(name)
+        return self._around(name)
+
+# %% ../../nbs/loops/05_lit.ipynb #58bf4ce1
+@patch
+def _mark(self:Relay, name):
+    if name not in self._marks:
+        hook = OTHER if name.startswith(('[Callback]', '[LightningModule]')) else None
+        self._marks[name] = _regions.get(name.rpartition('.')[2], hook)
+    return self._marks[name]
+
+@patch
+@contextmanager
+def _around(self:Relay, name):
+    self.start(name)
+    try: yield name
+    finally: self.stop(name)
 
 # %% ../../nbs/loops/05_lit.ipynb #484a4311
 def _lightning():
     "The package that is in use: there are two names for it"
-    return 'pytorch_lightning' if 'pytorch_lightning' in sys.modules and 'lightning.pytorch' not in sys.modules else 'lightning.pytorch'
+    other = 'pytorch_lightning' in sys.modules and 'lightning.pytorch' not in sys.modules
+    return 'pytorch_lightning' if other else 'lightning.pytorch'
 
 @contextmanager
 def _same_variable(name='PYTORCH_NVML_BASED_CUDA_CHECK'):
@@ -93,31 +108,30 @@ class LightningProfiler(CallbackProfiler):
 
 _dtypes = dict(bf16=torch.bfloat16) | {'16': torch.float16}
 
-# %% ../../nbs/loops/05_lit.ipynb #58bf4ce1
+# %% ../../nbs/loops/05_lit.ipynb #2d7d0d97
 @patch
-def _action(self:LightningProfiler, name):
-    if not self.watch.running: return
-    r,what = self.regions,name.rpartition('.')[2]
-    self._depths.append(len(r.under))
-    if what in ('train_dataloader_next', 'val_next'):
+def _action(self:LightningProfiler, m):
+    r = self.regions
+    if m is None or not self.watch.running: return
+    if m == REGIONS['draw']:
         self._over = True
-        self._draw()
-        return self._depths.__setitem__(-1, None)
-    m = _regions.get(what, OTHER if name.startswith(('[Callback]', '[LightningModule]')) else r.now)
+        return self._draw()
+    self._depths.append(len(r.under))
     r.under.append(r.now)
     if m != r.now: r.to(m)
 
 @patch
-def _action_over(self:LightningProfiler, name):
-    if not self.watch.running or not self._depths: return
-    r,depth = self.regions,self._depths.pop()
-    if depth is None: return self._now(REGIONS['to_device'])
+def _action_over(self:LightningProfiler, m):
+    r = self.regions
+    if m is None or not self.watch.running: return
+    if m == REGIONS['draw']: return self._now(REGIONS['to_device'])
+    depth = self._depths.pop() if self._depths else len(r.under)
     if depth >= len(r.under): return  # a batch or a phase began meanwhile
     m = r.under[depth]
     del r.under[depth:]
     if m != r.now: r.to(m)
 
-# %% ../../nbs/loops/05_lit.ipynb #2d7d0d97
+# %% ../../nbs/loops/05_lit.ipynb #1acf8b41
 @patch
 def on_train_epoch_start(self:LightningProfiler, trainer, pl_module):
     "An epoch begins"

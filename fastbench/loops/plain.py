@@ -91,7 +91,8 @@ def run(self:StepProfiler, name:str='loop', # Of the experiment: the same for lo
     )->Run: # To be saved, compared and reported
     "A Run of what was measured, after the block"
     if self.watch.running: raise UserError('the loop is still running: ask for its Run after the `with` block')
-    if not len(self.profile.fit['fit']): raise UserError('nothing was measured yet: loop inside of the `with` block first')
+    if not len(self.profile.fit['fit']):
+        raise UserError('nothing was measured yet: loop inside of the `with` block first')
     about = dict(name=data, n_train=_n(self.loader))
     about = {k: v for k,v in about.items() if v is not None}
     res = loop_run(self.profile, name, recipe.pop('loop', self._how), self.models, precision or _precision(self),

@@ -25,7 +25,7 @@ from ..measure.stopwatch import COPY, DRAW, DRAWN, END, FIRST, LAST, Stopwatch
 from .hooks import ModelHooks, add_optimizer, add_scaler
 from .regions import OTHER, OPT_STEP, REGIONS, Regions
 
-# %% ../../nbs/loops/02_steps.ipynb #211b75fd
+# %% ../../nbs/loops/02_steps.ipynb #c56c961b
 def _several(o): return [] if o is None else list(o) if type(o) in (list, tuple) else [o]
 
 def _device_of(models):
@@ -44,7 +44,8 @@ class StepProfiler:
                  keep:int=2**16, # Raw steps held at most, a phase; beyond that exact sums and a sample
                  hold:bool=True, # Hold a GPU back in a few steps, to tell computing from waiting for the host
         ):
-        self.loader,self.models,self.optimizers,self.scalers = loader,_several(model),_several(optimizer),_several(scaler)
+        self.loader,self.models = loader,_several(model)
+        self.optimizers,self.scalers = _several(optimizer),_several(scaler)
         self.loss_func,self._loss_func,self._device,self._keep,self._hold = loss_func,loss_func,device,keep,hold
         self.watch,self._undo,self._loops = Stopwatch(Profile(keep)),ExitStack(),[]
         self.regions = Regions(self.watch)
@@ -189,7 +190,7 @@ class Batches:
         if k.startswith('__') or k == 'loader': raise AttributeError(k)
         return getattr(self.loader, k)
 
-# %% ../../nbs/loops/02_steps.ipynb #361a0256
+# %% ../../nbs/loops/02_steps.ipynb #9ab21b0a
 @patch
 def __call__(self:StepProfiler, loader # Any iterable of batches
     )->Batches:
@@ -206,7 +207,8 @@ def valid(self:StepProfiler, loader # Any iterable of batches
 def batches(self:StepProfiler
     )->Batches:
     "The loader that the profiler was given, each batch of which is a step of training"
-    if self.loader is None: raise UserError('no loader was given: `profiling_steps(loader, ...)`, or loop over `prof(loader)`')
+    if self.loader is None:
+        raise UserError('no loader was given: `profiling_steps(loader, ...)`, or loop over `prof(loader)`')
     return self(self.loader)
 
 # %% ../../nbs/loops/02_steps.ipynb #22bceeb4

@@ -29,7 +29,8 @@ def completed(cls, # Of ours
     )->type: # `cls`, and a callback
     "`cls` as a callback of another library"
     try: base = getattr(import_module(module), name)
-    except ImportError as e: raise UserError(f"{cls.__name__} needs {module}: pip install 'fastbench[{extra}]' ({e})") from None
+    except ImportError as e:
+        raise UserError(f"{cls.__name__} needs {module}: pip install 'fastbench[{extra}]' ({e})") from None
     return type(cls.__name__, (cls, base), dict(__module__=cls.__module__, __doc__=cls.__doc__))
 
 # %% ../../nbs/loops/04_trainer.ipynb #d4eb806c
@@ -48,7 +49,7 @@ class CallbackProfiler(StepProfiler):
     def _begin(self, models, optimizers):
         self.close()
         self.models,self.optimizers = models,optimizers
-        self._over,self._in_epoch,self._waits,self._seen = True,False,False,[]
+        self._over,self._in_epoch,self._waits,self._seen,self._due = True,False,False,[],0.
         StepProfiler.__enter__(self)
 
     def _now(self, m):
@@ -61,9 +62,13 @@ class CallbackProfiler(StepProfiler):
 def _draw(self:CallbackProfiler):
     "A batch is asked for: of the next step, if one is over"
     if not self._over: return self.regions.to(REGIONS['draw'])
-    self.watch.mark(DRAW)
+    r,now = self.regions,self.watch.clock()
+    if now > self._due:
+        self.watch.replay()
+        self._due = now + 1
+    r.to(DRAW)
     self._over = False
-    self.regions.begin(REGIONS['draw'])
+    r.begin(REGIONS['draw'])
     self.hooks.forget()
 
 @patch
@@ -92,7 +97,8 @@ def _phase_over(self:CallbackProfiler, phase, within=False):
 class TrainerProfiler(CallbackProfiler):
     "A callback for transformers' `Trainer`: measures where the time of its trainings goes"
     _how = 'trainer'
-    def __new__(cls, *args, **kwargs): return object.__new__(completed(cls, 'transformers', 'TrainerCallback', 'trainer'))
+    def __new__(cls, *args, **kwargs):
+        return object.__new__(completed(cls, 'transformers', 'TrainerCallback', 'trainer'))
     def __init__(self, keep:int=2**16, # Raw steps held at most, a phase; beyond that exact sums and a sample
                  hold:bool=True, # Hold a GPU back in a few steps, to tell computing from waiting for the host
         ): super().__init__(keep=keep, hold=hold)
