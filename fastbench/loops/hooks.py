@@ -84,7 +84,10 @@ class ModelHooks:
 
 # %% ../../nbs/loops/01_hooks.ipynb #8e0a5d84
 @patch
-def before(self:ModelHooks, model=None, args=(), kwargs=()):
+def before(self:ModelHooks, model=None, # Which was called
+           args=(), # Its inputs
+           kwargs=() # Its inputs by name
+    ):
     "A call begins"
     self.depth += 1
     if self.depth > 1 or self.backing: return
@@ -92,7 +95,7 @@ def before(self:ModelHooks, model=None, args=(), kwargs=()):
     self.regions.enter(FORWARD)
 
 @patch
-def after(self:ModelHooks, out):
+def after(self:ModelHooks, out): # out: what the model returned
     "It is over"
     self.depth -= 1
     if self.depth or self.backing: return
@@ -120,7 +123,7 @@ def watch_for(self:ModelHooks, out # What a model or a loss gave
 
 # %% ../../nbs/loops/01_hooks.ipynb #eddd1a38
 @patch
-def backward_begins(self:ModelHooks, grads=None):
+def backward_begins(self:ModelHooks, grads=None): # grads: of its outputs
     "The first gradient of a backward pass has arrived"
     if self.backing or self.depth: return
     self.backing = True

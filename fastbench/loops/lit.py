@@ -89,7 +89,7 @@ class LightningProfiler(CallbackProfiler):
         super().__init__(keep=keep, hold=hold)
         self._part,self._depths = part,[]
 
-    def on_train_start(self, trainer, pl_module):
+    def on_train_start(self, trainer, pl_module): # trainer: Lightning's; pl_module: what it trains
         "A fit trains from here"
         self._begin([pl_module.get_submodule(self._part)], list(trainer.optimizers))
         self._depths = []
@@ -99,10 +99,13 @@ class LightningProfiler(CallbackProfiler):
         had,trainer.profiler = trainer.profiler,Relay(trainer.profiler, self)
         self._undo.callback(setattr, trainer, 'profiler', had)
 
-    def on_train_end(self, trainer, pl_module):
+    def on_train_end(self, trainer, pl_module): # trainer: Lightning's; pl_module: what it trains
         "The fit is over"
         self._end()
-    def on_exception(self, trainer, pl_module, exception):
+    def on_exception(self, trainer, # Lightning's
+                     pl_module, # What it trains
+                     exception # What ended it
+        ):
         "It has failed"
         self._end(type(exception), exception)
 
@@ -133,39 +136,50 @@ def _action_over(self:LightningProfiler, m):
 
 # %% ../../nbs/loops/05_lit.ipynb #1acf8b41
 @patch
-def on_train_epoch_start(self:LightningProfiler, trainer, pl_module):
+def on_train_epoch_start(self:LightningProfiler, trainer, pl_module): # trainer: Lightning's; pl_module: what it trains
     "An epoch begins"
     self._enter('train')
     self._in_epoch,self._over = True,True
 
 @patch
-def on_train_epoch_end(self:LightningProfiler, trainer, pl_module):
+def on_train_epoch_end(self:LightningProfiler, trainer, pl_module): # trainer: Lightning's; pl_module: what it trains
     "An epoch is over"
     self._in_epoch = False
     self._phase_over('train')
 
 @patch
-def on_train_batch_start(self:LightningProfiler, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+def on_train_batch_start(self:LightningProfiler, trainer, # Lightning's
+                         pl_module, # What it trains
+                         batch, # As drawn
+                         batch_idx, # Its number
+                         dataloader_idx=0 # Of which loader
+    ):
     "A batch is there"
     if not self.watch.running: return
     self._count(batch_size(batch))
     self._now(OTHER)
 
 @patch
-def on_train_batch_end(self:LightningProfiler, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+def on_train_batch_end(self:LightningProfiler, trainer, # Lightning's
+                       pl_module, # What it trains
+                       outputs, # Of the step
+                       batch, # As drawn
+                       batch_idx, # Its number
+                       dataloader_idx=0 # Of which loader
+    ):
     "A step is over"
     if self.watch.running: self._step_over()
 
 # %% ../../nbs/loops/05_lit.ipynb #e4a15dc7
 @patch
-def on_validation_start(self:LightningProfiler, trainer, pl_module):
+def on_validation_start(self:LightningProfiler, trainer, pl_module): # trainer: Lightning's; pl_module: what it trains
     "A validation begins"
     if not self.watch.running: return
     self._enter('valid')
     self._over = True
 
 @patch
-def on_validation_end(self:LightningProfiler, trainer, pl_module):
+def on_validation_end(self:LightningProfiler, trainer, pl_module): # trainer: Lightning's; pl_module: what it trains
     "It is over"
     if self.watch.running and self.watch.phase == 'valid': self._phase_over('valid', self._in_epoch)
 

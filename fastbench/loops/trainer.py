@@ -103,7 +103,14 @@ class TrainerProfiler(CallbackProfiler):
                  hold:bool=True, # Hold a GPU back in a few steps, to tell computing from waiting for the host
         ): super().__init__(keep=keep, hold=hold)
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, train_dataloader=None, **kwargs):
+    def on_train_begin(self, args, # The Trainer's
+                       state, # Its
+                       control, # Its
+                       model=None, # What trains
+                       optimizer=None, # What steps
+                       train_dataloader=None, # Its batches
+                       **kwargs # What else it tells
+        ):
         "A training begins"
         self._begin([model], [optimizer])
         self.loader = train_dataloader
@@ -113,7 +120,7 @@ class TrainerProfiler(CallbackProfiler):
         wrap(self._undo, model, 'zero_grad', lambda: r.enter(ZERO_GRAD), lambda _: r.leave())
         if hasattr(train_dataloader, 'base_dataloader'): self._time(train_dataloader)
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args, state, control, **kwargs): # args: the Trainer's; state: its; control: its
         "It is over"
         self._end()
 
@@ -150,21 +157,25 @@ def _draws(self:TrainerProfiler, base):
 
 # %% ../../nbs/loops/04_trainer.ipynb #749c1d5b
 @patch
-def on_epoch_begin(self:TrainerProfiler, args, state, control, **kwargs):
+def on_epoch_begin(self:TrainerProfiler, args, # The Trainer's
+                   state, # Its
+                   control, # Its
+                   **kwargs # What else it tells
+    ):
     "An epoch begins"
     if not self.watch.running: return
     self._enter('train')
     self._in_epoch,self._over = True,True
 
 @patch
-def on_epoch_end(self:TrainerProfiler, args, state, control, **kwargs):
+def on_epoch_end(self:TrainerProfiler, args, state, control, **kwargs): # args: the Trainer's; state: its; control: its
     "An epoch is over, but for its validation"
     if not self._in_epoch: return
     self._in_epoch = False
     self._phase_over('train')
 
 @patch
-def on_step_begin(self:TrainerProfiler, args, state, control, **kwargs):
+def on_step_begin(self:TrainerProfiler, args, state, control, **kwargs): # args: the Trainer's; state: its; control: its
     "An update begins"
     if not self._in_epoch: return
     if self._over: self._draw()  # its batch was drawn with the one before
@@ -172,7 +183,7 @@ def on_step_begin(self:TrainerProfiler, args, state, control, **kwargs):
     self._now(REGIONS['to_device'])
 
 @patch
-def on_step_end(self:TrainerProfiler, args, state, control, **kwargs):
+def on_step_end(self:TrainerProfiler, args, state, control, **kwargs): # args: the Trainer's; state: its; control: its
     "An update is over"
     if not self._in_epoch: return
     self._count(_together(self._seen))
@@ -202,7 +213,11 @@ def _valid_begins(self:TrainerProfiler):
     self._draw()
 
 @patch
-def on_prediction_step(self:TrainerProfiler, args, state, control, **kwargs):
+def on_prediction_step(self:TrainerProfiler, args, # The Trainer's
+                       state, # Its
+                       control, # Its
+                       **kwargs # What else it tells
+    ):
     "A batch was predicted"
     if not self.watch.running or self.watch.phase != 'valid': return
     self._step_over()
@@ -210,7 +225,7 @@ def on_prediction_step(self:TrainerProfiler, args, state, control, **kwargs):
     self._waits = True
 
 @patch
-def on_evaluate(self:TrainerProfiler, args, state, control, **kwargs):
+def on_evaluate(self:TrainerProfiler, args, state, control, **kwargs): # args: the Trainer's; state: its; control: its
     "A validation is over"
     w = self.watch
     if not w.running or w.phase != 'valid': return
