@@ -1,5 +1,6 @@
 "Loops that are not fastai's: what the profiler says of them, and what it leaves behind."
 import copy
+import gc
 import pickle
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from fastbench.errors import UserError
 from fastbench.loops.lit import LightningProfiler, _same_variable
 from fastbench.loops.plain import learner_run, profiling_steps
 from fastbench.loops.steps import StepProfiler
-from fastbench.loops.trainer import TrainerProfiler, completed
+from fastbench.loops.trainer import Drawn, TrainerProfiler, completed
 from fastbench.measure.phases import values
 from fastbench.measure.stopwatch import ManualClock
 
@@ -355,12 +356,16 @@ def test_compiled_models(how):
 
 def test_the_model_called_in_its_own_backward():
     dl, model, opt = parts()
-    with profiling_steps(dl, model, opt) as prof:
+    clock = ManualClock()
+    model.hook = lambda: clock.sleep(1)
+    model.lin.weight.register_hook(lambda g: clock.sleep(2) or g)
+    prof = profiling_steps(dl, model, opt)
+    prof.watch.clock = clock
+    with prof:
         for xb, yb in prof.batches:
             F.cross_entropy(torch.utils.checkpoint.checkpoint(model, xb.requires_grad_(), use_reentrant=False), yb).backward()
             opt.step()
-    assert value(prof, 'train', 'forward') == 8 and value(prof, 'train', 'backward') == 8
-    adds_up(prof)
+    assert totals(prof) == dict(forward=8., backward=24.)
 
 
 def test_by_hand():
@@ -427,6 +432,26 @@ def test_errors(where, exc):
     calls[:] = [0]*9
     with prof: train(prof.batches, model, opt, loss)
     assert value(prof, 'train', 'step') == n + 8
+
+
+def test_an_error_in_a_loop_whose_iterator_lives_on():
+    dl, model, opt = parts()
+    calls, clock = [], ManualClock()
+    def hook():
+        calls.append(1)
+        clock.sleep(1)
+        if len(calls) == 3: raise ZeroDivisionError
+    model.hook = hook
+    prof = profiling_steps(dl, model, opt)
+    prof.watch.clock = clock
+    with pytest.raises(ZeroDivisionError), prof:
+        it = iter(prof.batches)
+        train(it, model, opt)
+    assert value(prof, 'fit', 'train', 'total') == 3. and totals(prof) == dict(forward=3.)
+    clock.sleep(5)
+    del it
+    gc.collect()
+    assert totals(prof) == dict(forward=3.) and not totals(prof, 'between') and value(prof, 'fit', 'fit', 'total') == 3.
 
 
 def test_a_block_that_cannot_begin_leaves_nothing():
@@ -638,7 +663,7 @@ def by_trainer(tmp_path, **kwargs):
     t.add_callback(prof)
     t.train()
     clean(t.model, t.optimizer.optimizer)
-    assert not prof.watch.running
+    assert not prof.watch.running and not isinstance(vars(prof.loader)['base_dataloader'], Drawn) and type(prof.loader.base_dataloader) is DataLoader
     return prof
 
 

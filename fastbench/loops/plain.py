@@ -71,12 +71,6 @@ def _precision(prof):
     first = next((p.dtype for m in prof.models for p in m.parameters()), None)
     return _short.get(prof.autocast or first, 'fp32')
 
-def _status(error):
-    if error is None: return {}
-    if isinstance(error, KeyboardInterrupt): return dict(status='interrupted')
-    said = str(error).strip().splitlines()
-    return dict(status='failed', error=f'{type(error).__name__}: {said[0] if said else ""}')
-
 def _n(loader):
     try: return len(loader.dataset)
     except (AttributeError, TypeError): return None
@@ -97,7 +91,7 @@ def run(self:StepProfiler, name:str='loop', # Of the experiment: the same for lo
     about = {k: v for k,v in about.items() if v is not None}
     res = loop_run(self.profile, name, recipe.pop('loop', self._how), self.models, precision or _precision(self),
                    self.device, about, metrics, **recipe)
-    for k,v in _status(self.error).items(): setattr(res, k, v)
+    for k,v in self.ended.items(): setattr(res, k, v)
     res.noise,res.warnings = noise(self.before, self.after),warnings_between(self.before, self.after, [])
     return res
 

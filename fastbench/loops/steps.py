@@ -52,12 +52,12 @@ class StepProfiler:
         self.hooks = ModelHooks(self.regions, self._called)
         self.autocast,self._by_hand = None,False
 
-# %% ../../nbs/loops/02_steps.ipynb #7709f092
+# %% ../../nbs/loops/02_steps.ipynb #9ab21b0a
 @patch
 def __enter__(self:StepProfiler):
     if self.watch.running: raise UserError('this profiler is running already: make one for each loop')
     self.device = _device_of(self.models) if self._device is None else indexed(torch.device(self._device))
-    self.error,self.before = None,machine_state(self.device)
+    self.ended,self.before = {},machine_state(self.device)
     try: self._arm()
     except BaseException:
         self._undo.close()
@@ -81,7 +81,14 @@ def _arm(self:StepProfiler):
     self.regions.open()
     self.regions.to(OTHER)
 
-# %% ../../nbs/loops/02_steps.ipynb #95d7a1a3
+# %% ../../nbs/loops/02_steps.ipynb #64b89a2d
+def _status(kind, error):
+    "How a block ended, in words: the error itself would keep the loop's variables alive"
+    if kind is None: return {}
+    if issubclass(kind, KeyboardInterrupt): return dict(status='interrupted')
+    said = str(error or '').strip().splitlines()
+    return dict(status='failed', error=': '.join([kind.__name__, *said[:1]]) if error else 'an error has left the loop')
+
 @patch
 def __exit__(self:StepProfiler, kind, error, trace):
     w,facts = self.watch,self.profile.facts
@@ -91,7 +98,7 @@ def __exit__(self:StepProfiler, kind, error, trace):
         self.loss_func = self._loss_func
     w.close()
     self.profile.peaks.append(self._memory.stop())
-    self.error,self.after = error,machine_state(self.device)
+    self.ended,self.after = _status(kind, error),machine_state(self.device)
     if kind is not None: facts['interrupted'] = facts.get('interrupted', 0) + 1
 
 @patch
@@ -190,7 +197,7 @@ class Batches:
         if k.startswith('__') or k == 'loader': raise AttributeError(k)
         return getattr(self.loader, k)
 
-# %% ../../nbs/loops/02_steps.ipynb #9ab21b0a
+# %% ../../nbs/loops/02_steps.ipynb #68057b41
 @patch
 def __call__(self:StepProfiler, loader # Any iterable of batches
     )->Batches:
