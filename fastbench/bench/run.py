@@ -24,7 +24,7 @@ from ..measure.clock import train_precision
 from ..measure.energy import Energy
 from ..measure.profiler import Profiler
 from ..callback.target import TimeToAccuracy, epoch_values
-from ..machine.environment import device_info, environment
+from ..machine.environment import environment, known_device
 from .failure import explain
 from .learner import bench_learner
 from ..machine.noise import glance, machine_state, noise, warnings_between
@@ -91,12 +91,6 @@ def after_epoch(self:Watch):
         self._looked = time.monotonic()
     if self.diverged: raise CancelFitException
 
-# %% ../../nbs/bench/02_run.ipynb #8ec86d09
-def _about(device):
-    try: return device_info(device)
-    except UserError:  # a part of a GPU, which the driver does not list
-        return dict(kind=device.type, name=torch.cuda.get_device_name(device))
-
 # %% ../../nbs/bench/02_run.ipynb #d3828251
 def run_recipe(recipe:str|Recipe, # What to run: a recipe or its name, a function that returns a Learner or its name
                device=None, # Where; fastai's default device if None
@@ -115,7 +109,8 @@ def run_recipe(recipe:str|Recipe, # What to run: a recipe or its name, a functio
     set_seed(r.seed)
     idle = glance(device)  # before anything of ours makes it busy
     asked = dict(asked=r.switches().precision)
-    run = Run(recipe=as_dict(r), repeat=repeat, seed=r.seed, precision=asked, device=_about(device), source=r.origin())
+    run = Run(recipe=as_dict(r), repeat=repeat, seed=r.seed, precision=asked, device=known_device(device),
+              source=r.origin())
     try: learn,run.warnings = _build(r, device, offline)
     except UserError: raise
     except Exception as e: learn = _failed(run, e, device, r)

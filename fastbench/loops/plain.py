@@ -11,7 +11,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from ..errors import UserError
-from ..machine.environment import device_info, environment
+from ..machine.environment import environment, known_device
 from ..machine.noise import noise, warnings_between
 from ..measure.clock import train_device, train_precision
 from ..measure.phases import Profile, stats, to_dict, values
@@ -30,10 +30,6 @@ def profiling_steps(loader=None, # What `prof.batches` goes over; any other by `
     return StepProfiler(loader, model, optimizer, loss_func, **kwargs)
 
 # %% ../../nbs/loops/03_plain.ipynb #0828f25f
-def _about(device):
-    try: return device_info(device)
-    except UserError: return dict(kind=device.type, name=torch.cuda.get_device_name(device))  # a part of a GPU
-
 def _model_facts(model):
     model = getattr(model, '_orig_mod', model)
     return dict(arch=type(model).__name__, parameters=sum(p.numel() for p in model.parameters()))
@@ -60,8 +56,8 @@ def loop_run(profile:Profile, # What was measured
     sizes = dict(bs=_batch(profile), epochs=len(profile.fit['epoch']), data=(data or {}).get('name', ''))
     return Run(recipe=dict(kind='Loop', name=name, loop=loop, precision=precision) | sizes | about | recipe,
                seconds=stats(profile.fit['fit'], 'seconds')['total'], data=dict(data or {}), metrics=metrics or {},
-               precision=dict(asked=precision, effective=precision), device=_about(device), environment=environment(),
-               profile=to_dict(profile))
+               precision=dict(asked=precision, effective=precision), device=known_device(device),
+               environment=environment(), profile=to_dict(profile))
 
 # %% ../../nbs/loops/03_plain.ipynb #0bcb99e7
 _short = {torch.float16: 'fp16', torch.bfloat16: 'bf16'}

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BENEATH', 'ALLOWED', 'cpu_model', 'cpu_limit', 'memory_limit', 'cores', 'worker_cores', 'versions', 'variables',
-           'host_id', 'git_state', 'commits', 'torch_state', 'environment', 'device_info']
+           'host_id', 'git_state', 'commits', 'torch_state', 'environment', 'device_info', 'known_device']
 
 # %% ../../nbs/machine/00_environment.ipynb #0c8c887a
 import functools, hashlib, os, platform, re, subprocess, sys
@@ -233,3 +233,12 @@ def device_info(device='cpu' # As torch writes it: 'cpu', 'cuda', 'cuda:1', 'mps
     return _known(
         kind=kind, name=nv.nvmlDeviceGetName(h), memory=memory and memory.total, driver=nv.nvmlSystemGetDriverVersion(),
         capability=capability and '.'.join(map(str, capability)), power_limit=power and power/1000)
+
+# %% ../../nbs/machine/00_environment.ipynb #c7f7f1b1
+def known_device(device # As `device_info` takes it; one that torch trains on
+    )->dict: # As `device_info`; of a part of a GPU, which the driver does not list, kind and name
+    "The device of a training that has begun"
+    try: return device_info(device)
+    except UserError:
+        name = sys.modules['torch'].cuda.get_device_name(device)
+        return dict(kind=str(device).partition(':')[0], name=name)
