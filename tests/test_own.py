@@ -148,6 +148,9 @@ def test_a_name_that_is_bound_without_def_is_imported(home):
 def test_the_seed_of_a_repeat_reaches_the_parameter(home):
     r = get_recipe(f'{home}/train.py:takes_seed')
     assert but(r, seed=7).arguments() == dict(seed=7)
+    (home/'seedless.py').write_text(TRAIN.replace('seed=0', 'seed=None'))
+    run = run_recipe(f'{home}/seedless.py:takes_seed', device='cpu', repeat=2)
+    assert run.status == 'ok' and run.seed == run.recipe['seed'] == 44
 
 
 def test_functions_and_classes_are_kept_by_name(home):
