@@ -71,7 +71,7 @@ def _string(v):
 _any = _frozen,'anything that can be compared'
 _rules = dict(bool=yes_no(), int=(_int, 'a whole number'), float=(_number, 'a number'), str=(_string, 'a string'))
 
-# %% ../../nbs/own/02_kind.ipynb #e898ec83
+# %% ../../nbs/own/02_kind.ipynb #f4e53607
 def _rule_of(p):
     "The rule of a parameter"
     known = [o.strip() for o in p.annotation.removeprefix('Optional[').removesuffix(']').split('|')]
@@ -87,7 +87,8 @@ def _as_field(p):
     about = 'parameter' + ('; it has to be given' if p.default is REQUIRED else f'; None: {p.written}' if open_ else '')
     rule = optional(_rule_of(p)) if open_ else _rule_of(p)
     default = None if open_ else p.default
-    if p.name == 'seed' and type(default) is not int: rule,default = _base['seed'].metadata['rule'],_base['seed'].default
+    if p.name == 'seed' and type(default) is not int:
+        rule,default = _base['seed'].metadata['rule'],_base['seed'].default
     return p.name,object,field(default=default, metadata=dict(rule=rule, about=about))
 
 # %% ../../nbs/own/02_kind.ipynb #49573f8b
