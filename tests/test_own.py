@@ -231,6 +231,13 @@ def test_a_run_names_file_function_commit_and_no_path(home, tmp_path):
     run = run_recipe(f'{tmp_path}/exp/train.py:make', device='cpu')
     assert run.source['file'] == 'exp/train.py' and run.source['commit'] == git(tmp_path, 'rev-parse', 'HEAD') and not run.source['dirty']
     assert str(tmp_path) not in run.to_json()
+    from fastbench.page.report import report
+    from fastbench.runs.query import select
+    from fastbench.runs.store import save
+    save(run, tmp_path/'r')
+    assert len(select(tmp_path/'r', commit=run.source['commit'][:8])[0]) == 1 and not select(tmp_path/'r', commit='0000aaaa')[0]
+    report(tmp_path/'r', out=tmp_path/'r.html')
+    assert run.source['commit'] in (tmp_path/'r.html').read_text() and 'exp/train.py' in (tmp_path/'r.html').read_text()
     before = run.source['sha256']
     (tmp_path/'exp'/'sizes.py').write_text('width = 5\n')
     now = origin(find_source(f'{tmp_path}/exp/train.py:make'))

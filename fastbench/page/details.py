@@ -196,6 +196,11 @@ system: environment os
 host (hashed): environment host
 Python: environment python
 {'; '.join(f'{o}: environment versions {o}' for o in _VERSIONS.split())}
+file: source file
+function: source function
+commit of the file: source commit
+changed since: source dirty
+hash of the source: source sha256
 commit: environment git fastbench commit
 uncommitted changes: environment git fastbench dirty
 started: started

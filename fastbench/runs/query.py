@@ -46,8 +46,8 @@ def moment(text, # '2026-11-20', '2026-11-20T14:30', with a zone or without; or 
 # %% ../../nbs/runs/03_query.ipynb #ad5221ba
 def _commits(run):
     git = run.environment.get('git')
-    if not isinstance(git, dict): return []
-    return [o for o in (git.get('fastbench'), git.get('folder')) if isinstance(o, dict)]
+    known = [git.get('fastbench'), git.get('folder')] if isinstance(git, dict) else []
+    return [o for o in (*known, run.source) if isinstance(o, dict)]
 
 def _started(run):
     try: return moment(run.started)
