@@ -685,6 +685,7 @@ def lightning(**kwargs):
 
 
 def by_lightning(tmp_path, **kwargs):
+    pytest.importorskip('lightning', reason='lightning is not installed: it is the extra `lightning`')
     prof = LightningProfiler()
     prof.watch.clock = CLOCK
     t, module, dl = lightning(callbacks=[prof], **kwargs)
@@ -806,6 +807,7 @@ def test_trainer_trains_as_without(tmp_path):
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('exc', [KeyboardInterrupt, ZeroDivisionError], ids=lambda o: o.__name__)
 def test_a_fit_of_lightning_that_fails(exc):
+    pytest.importorskip('lightning', reason='lightning is not installed: it is the extra `lightning`')
     prof = LightningProfiler()
     t, module, dl = lightning(callbacks=[prof])
     calls = []
@@ -829,11 +831,11 @@ def test_lightning_counts_what_it_does(tmp_path):
 
 
 @pytest.mark.filterwarnings('ignore')
-def test_real_times_add_up(tmp_path):
-    for make in (by_trainer, by_lightning, by_accelerate):
-        prof = _on_a_real_clock(make, tmp_path)
-        adds_up(prof)
-        for o in 'forward backward opt_step'.split(): assert value(prof, 'train', o) == 8, (make, o)
+@pytest.mark.parametrize('make', [by_trainer, by_lightning, by_accelerate])
+def test_real_times_add_up(tmp_path, make):
+    prof = _on_a_real_clock(make, tmp_path)
+    adds_up(prof)
+    for o in 'forward backward opt_step'.split(): assert value(prof, 'train', o) == 8, o
 
 
 def _on_a_real_clock(make, tmp_path):

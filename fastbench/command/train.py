@@ -58,7 +58,7 @@ def run(
     check_folder(out)
     refused = {}
     paths,code = run_all(todo, repeats, out, refused, device=device, offline=offline, energy=energy,
-                         show_output=show_output)
+                         **given(dict(show_output=show_output or None)))
     kept = [load(o) for o in paths]
     if as_json: print_json([full(o) for o in kept])
     else: print_runs(kept, repeats)
