@@ -120,19 +120,6 @@ class Given:
     def given(self): return self.f.__qualname__.rpartition('.')[2]
     @property
     def function(self): return self.given
-    def __reduce__(self): return _loaded,(_pickled(self.f),)
-
-def _loaded(data):
-    import pickle
-    return Given(pickle.loads(data))
-
-def _pickled(f):
-    import cloudpickle
-    try: return cloudpickle.dumps(f)
-    except Exception as e:
-        why = f'{f.__name__} cannot be sent to a fresh process ({type(e).__name__}: {e}). '
-        raise UserError(why + 'What it uses of the notebook must be what can be pickled: make it within the function, '
-                        'or put the function into a file') from None
 
 # %% ../../nbs/own/02_kind.ipynb #5cf45309
 def _of_signature(f):
