@@ -4,6 +4,7 @@ import gc
 import pickle
 import subprocess
 import sys
+from importlib.util import find_spec
 from contextlib import suppress
 from time import perf_counter
 
@@ -109,6 +110,26 @@ class Loss(nn.Module):
         return F.cross_entropy(pred, y)
 
 
+def needs_lightning():
+    "Looked for without importing it, which would set a variable that other tests look at"
+    if find_spec('lightning') is None: pytest.skip('lightning is not installed: it is the extra `lightning`')
+
+
+def planted(at, draw):
+    "A collate function and an optimizer class that call what `at` returns for a place"
+    def collate(b):
+        at(draw)(0)
+        return torch.utils.data.default_collate(b)
+    class Planted(torch.optim.SGD):
+        def step(self, closure=None):
+            at('optimizer')(0)
+            return super().step(closure)
+        def zero_grad(self, set_to_none=True):
+            at('zero_grad')(0)
+            super().zero_grad(set_to_none)
+    return collate, Planted
+
+
 @pytest.mark.parametrize('given', ['nothing', 'module', 'function'])
 @pytest.mark.parametrize('where', ROWS)
 def test_a_sleep_lands_in_its_row_alone(where, given):
@@ -120,16 +141,7 @@ def test_a_sleep_lands_in_its_row_alone(where, given):
         def __getitem__(self, i):
             if where == 'dataset': clock.sleep(.25)
             return torch.randn(8), i % 3
-    def collate(b):
-        at('collate')(0)
-        return torch.utils.data.default_collate(b)
-    class Slow(torch.optim.SGD):
-        def step(self, closure=None):
-            at('optimizer')(0)
-            return super().step(closure)
-        def zero_grad(self, set_to_none=True):
-            at('zero_grad')(0)
-            super().zero_grad(set_to_none)
+    collate, Slow = planted(at, 'collate')
     model, loss = Net(), Loss()
     opt, dl = Slow(model.parameters(), lr=.1), DataLoader(Sleepy(), batch_size=4, collate_fn=collate)
     model.hook, loss.f = lambda: at('forward')(0), lambda: at('loss')(0)
@@ -399,16 +411,7 @@ def test_errors(where, exc):
         calls.append(1)
         if len(calls) == 3: raise exc
     def at(name): return fail if where == name else noop
-    def collate(b):
-        at('draw')(0)
-        return torch.utils.data.default_collate(b)
-    class Fails(torch.optim.SGD):
-        def step(self, closure=None):
-            at('optimizer')(0)
-            return super().step(closure)
-        def zero_grad(self, set_to_none=True):
-            at('zero_grad')(0)
-            super().zero_grad(set_to_none)
+    collate, Fails = planted(at, 'draw')
     model, loss = Net(), Loss()
     loss.f, model.hook = lambda: at('loss')(0), lambda: at('forward')(0)
     if where == 'backward': model.lin.weight.register_hook(lambda g: fail())
@@ -668,7 +671,7 @@ def by_trainer(tmp_path, **kwargs):
 
 
 def lightning(**kwargs):
-    pytest.importorskip('lightning')
+    needs_lightning()
     with _same_variable(): import lightning.pytorch as pl
     class Lit(pl.LightningModule):
         def __init__(self):
@@ -685,7 +688,7 @@ def lightning(**kwargs):
 
 
 def by_lightning(tmp_path, **kwargs):
-    pytest.importorskip('lightning', reason='lightning is not installed: it is the extra `lightning`')
+    needs_lightning()
     prof = LightningProfiler()
     prof.watch.clock = CLOCK
     t, module, dl = lightning(callbacks=[prof], **kwargs)
@@ -807,7 +810,7 @@ def test_trainer_trains_as_without(tmp_path):
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('exc', [KeyboardInterrupt, ZeroDivisionError], ids=lambda o: o.__name__)
 def test_a_fit_of_lightning_that_fails(exc):
-    pytest.importorskip('lightning', reason='lightning is not installed: it is the extra `lightning`')
+    needs_lightning()
     prof = LightningProfiler()
     t, module, dl = lightning(callbacks=[prof])
     calls = []
@@ -862,6 +865,6 @@ def test_a_package_that_is_missing_is_told(cls, module, extra, monkeypatch):
 
 
 def test_lightnings_variable_is_put_back():
-    pytest.importorskip('lightning')
+    needs_lightning()
     code = 'import os; from fastbench.loops.lit import LightningProfiler; LightningProfiler(); print("PYTORCH_NVML_BASED_CUDA_CHECK" in os.environ)'
     assert subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True).stdout.strip() == 'False'
