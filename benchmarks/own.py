@@ -1,6 +1,6 @@
 """A function of a user's own, run by fastbench: what that costs, and whether its verdicts can be believed.
 
-    python benchmarks/own.py overhead [PAIRS]   # a bare process against `fastbench run`, in turns: start and fit
+    python benchmarks/own.py overhead [PAIRS] [EPOCHS]   # a bare process against `fastbench run`, in turns: start and fit
     python benchmarks/own.py same [TRIALS]      # A/A: verdicts of `ab` where nothing differs
     python benchmarks/own.py sleep              # 10% of the step, asleep in forward: which row has it?
 
@@ -62,12 +62,12 @@ def ours(folder, epochs, **arguments):
     return time.perf_counter() - start, json.loads(got.stdout)[0]['seconds']
 
 
-def overhead(folder, pairs=8):
+def overhead(folder, pairs=12, epochs=12):
     from fastbench.compare.verdict import compare_times
     a, b = [], []
     bare(folder, 1), ours(folder, 1)
     for i in range(pairs):
-        for side, f in ((a, bare), (b, ours))[::1 if i % 2 else -1]: side.append(f(folder, epochs=4))
+        for side, f in ((a, bare), (b, ours))[::1 if i % 2 else -1]: side.append(f(folder, epochs=epochs))
     starts = [[whole - fit for whole, fit in o] for o in (a, b)]
     fits = [[fit for _, fit in o] for o in (a, b)]
     more = sorted(y - x for x, y in zip(*starts))[pairs//2]

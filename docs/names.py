@@ -12,9 +12,9 @@ from fastcore.nbio import read_nb
 
 from convert import fence, linked
 
-GROUPS = dict(learners='Learners', measure='Measuring', callbacks='Callbacks', text='Text', vision='Vision', runs='Runs and statistics', cli='Command line',
+GROUPS = dict(learners='Learners', measure='Measuring', callbacks='Callbacks', draw='Drawing batches', text='Text', vision='Vision', runs='Runs and statistics', cli='Command line',
               machine='The machine')
-WINGS = dict(train='learners', bench='learners', own='learners', all='learners', experiments='learners', recipe='learners', rules='learners', data='learners', measure='measure', loops='measure', callback='callbacks',
+WINGS = dict(train='learners', bench='learners', own='learners', all='learners', experiments='learners', recipe='learners', rules='learners', data='learners', measure='measure', loops='measure', callback='callbacks', draw='draw',
              text='text', vision='vision', command='cli', cli='cli', machine='machine', selftest='machine')
 
 
