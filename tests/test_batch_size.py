@@ -13,7 +13,8 @@ from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper, SGD
 from torch import nn
 
-from fastbench.train.batch_size import BatchSize, _Room, _again, _search, is_oom, parse_memory
+from fastbench.train.batch_size import BatchSize, _Room, _search, is_oom, parse_memory
+from fastbench.train.rehearsal import again
 from fastbench.callback.amp import MixedPrecision
 from fastbench.callback.channelslast import ChannelsLast
 from fastbench.callback.checkpointing import GradientCheckpointing
@@ -138,7 +139,7 @@ def test_under_the_callbacks_that_matter(cb):
     cb.__class__ = Spy
     learn = make(cb, model=Net(20))
     assert learn.find_batch_size() == 20 and seen
-    assert _again(cb) is not cb and cb.learn is learn
+    assert again(cb) is not cb and cb.learn is learn
 
 
 def test_callbacks_that_do_not_matter_are_not_called():
