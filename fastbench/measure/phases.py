@@ -252,6 +252,17 @@ def _phase_rows(profile, phase, fit):
                     **device_stats(profile, phase, action))
     return [r for r in map(one, (('step',) if len(log) else ()) + LEAVES[phase]) if r]
 
+# %% ../../nbs/measure/00_phases.ipynb #631888f3
+def _loader_rows(profile, fit):
+    "Stations of the loader: in `draw`, or in worker processes beside it"
+    res = []
+    for phase,o in profile.facts.get('loader', {}).items():
+        name = 'loader' if phase == 'train' else f'{phase} loader'
+        for r in o['rows']:
+            row = _row(name, r['station'], r['calls'], r['total'], r['total']/r['calls'], None, fit and fit*o['processes'])
+            res.append(row | dict.fromkeys(_device))
+    return res
+
 # %% ../../nbs/measure/00_phases.ipynb #dcb3342f
 def rows(profile:Profile # What was measured
     )->list: # A dict a row: phase, action, calls, mean, std, total, share, samples_per_second, `device_stats`; seconds
@@ -265,7 +276,7 @@ def rows(profile:Profile # What was measured
         if not s['calls']: continue
         n = n_samples(*seen[action])
         res.append(_row('fit', action, fit=fit, samples=n, seconds=s['total'], **s, **dict.fromkeys(_device)))
-    return res + [r for p in LEAVES for r in _phase_rows(profile, p, fit)]
+    return res + [r for p in LEAVES for r in _phase_rows(profile, p, fit)] + _loader_rows(profile, fit)
 
 # %% ../../nbs/measure/00_phases.ipynb #6bbda8e6
 def _si(x):
@@ -303,6 +314,17 @@ def _memory_note(profile):
     text = f"peak memory: host {'' if host['host_exact'] else 'at least '}{host['host']/2**20:,.0f} MiB"
     return text + (f", device {max(o['device'] for o in peaks)/2**20:,.0f} MiB" if 'device' in host else '')
 
+# %% ../../nbs/measure/00_phases.ipynb #5f4f0c6c
+def _loader_note(profile):
+    o = profile.facts.get('loader', {}).get('train')
+    if not (o and o['rows'] and o['batches']): return None
+    whole = sum(r['total'] for r in o['rows'])
+    dear = sorted(o['rows'], key=lambda r: -r['total'])[:2]
+    named = ', '.join(f"{r['station']} {r['total']/whole:.0%}" for r in dear)
+    n = o['workers']
+    who = f"{n} worker process{'es' if n > 1 else ''}" if n else 'this process'
+    return f"loader: {whole/o['batches']*1000:.3g} ms of work a batch in {who}; dearest: {named}"
+
 # %% ../../nbs/measure/00_phases.ipynb #20ef9145
 def _efficiency_note(profile):
     e = profile.facts.get('efficiency')
@@ -330,7 +352,7 @@ def _cut_note(profile):
     return n and f'{n} fit(s) ended by an error or an interrupt; what was measured until then is here'
 
 # %% ../../nbs/measure/00_phases.ipynb #4602a347
-_notes = _warm_note, _token_note, _memory_note, _efficiency_note, _kernel_note, _energy_note, _cut_note
+_notes = _warm_note, _token_note, _memory_note, _efficiency_note, _loader_note, _kernel_note, _energy_note, _cut_note
 
 def notes(profile:Profile # What was measured
     )->list: # A line each

@@ -7,12 +7,13 @@ __all__ = ['Profiler']
 
 # %% ../../nbs/measure/12_profiler.ipynb #a11a11c9
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
 
 import torch
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision
+from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
 
@@ -22,6 +23,7 @@ from .edges import _Compiling, _device_clock, _Last, _Unscaling
 from .stopwatch import FIRST, Stopwatch, UNSCALE, UNSCALED
 from .kernels import Kernels, KernelTable
 from .loader import TimedLoader
+from .stations import add_up, timed_stations
 from .trace import Trace
 from ..machine.memory import PeakMemory
 from ..machine.flops import count_flops, matmul_peak
@@ -42,11 +44,13 @@ class Profiler(Callback):
         keep:int=2**16, # Raw steps held at most, a phase; beyond that exact sums and a sample
         hold:bool=True, # Hold a GPU back in a few steps, to tell computing from waiting for the host
         kernels:bool=False, # Record the kernels (on a CPU: operators) of three steps: `profiler.kernels`
+        loader:bool=False, # Time reading, decoding, each transform, collating, also in workers: rows of `loader`
     ):
         if trace and kernels:
             raise UserError('trace and kernels cannot both be had in one fit, '
                             'torch.profiler records one thing at a time: profile twice')
-        self._options = dict(trace=trace, trace_steps=trace_steps, flops=flops, keep=keep, hold=hold, kernels=kernels)
+        self._options = dict(trace=trace, trace_steps=trace_steps, flops=flops, keep=keep, hold=hold, kernels=kernels,
+                             loader=loader)
         self.reset()
 
     @property
@@ -75,7 +79,8 @@ def reset(self:Profiler):
     if self._edges: self._end()
     self.watch = Stopwatch(Profile(o['keep']))
     self._trace = Trace(o['trace'], o['trace_steps']) if o['trace'] else None
-    self._batch,self._kernels,self.counting = None,None,0.  # counting: seconds spent on FLOPs, after fits
+    self._batch = self._kernels = self._stations = None
+    self.counting = 0.  # seconds spent on FLOPs, after fits
 
 # %% ../../nbs/measure/12_profiler.ipynb #a20f718e
 _rare = frozenset(('before_fit', 'before_epoch', 'before_validate'))
@@ -148,11 +153,29 @@ def _time_loader(self:Profiler):
     learn,dl = self.learn,self.learn.dl
     def began(): learn.dl = dl
     keep = self._keep if self._options['flops'] and learn.training else None
+    self._time_stations(dl)
     draw = learn.draw_batches if hasattr(type(learn), 'draw_batches') else None  # our own loop's
     learn.dl = TimedLoader(dl, self.watch, began, keep, draw)
 
 @patch
 def _keep(self:Profiler, b): self._batch = b
+
+# %% ../../nbs/measure/12_profiler.ipynb #b7f40f0e
+@patch
+def _time_stations(self:Profiler, dl):
+    "What the loader does in the phase that begins, if that was asked for"
+    self._keep_stations()
+    if not self._options['loader'] or not isinstance(dl, DataLoader): return
+    stack = ExitStack()
+    self._stations = self.watch.phase,stack.enter_context(timed_stations(dl)),stack
+
+@patch
+def _keep_stations(self:Profiler):
+    if self._stations is None: return
+    (phase,ledger,stack),self._stations = self._stations,None
+    stack.close()
+    found = self.profile.facts.setdefault('loader', {})
+    found[phase] = add_up(found.get(phase), ledger)
 
 # %% ../../nbs/measure/12_profiler.ipynb #23598908
 @patch
@@ -163,6 +186,7 @@ def _disarm(self:Profiler):
     forget(learn, self._cut)
     dl = vars(learn).get('dl')
     if isinstance(dl, TimedLoader): learn.dl = dl.dl
+    self._keep_stations()
     self._edges,self._nested,self._live = (),None,False
 
 @patch
@@ -282,9 +306,10 @@ def profile(self:Learner,
     keep:int=2**16, # Raw steps held at most, a phase; beyond that exact sums and a sample
     hold:bool=True, # Hold a GPU back in a few steps, to tell computing from waiting for the host
     kernels:bool=False, # Record the kernels (on a CPU: operators) of three steps: `profiler.kernels`
+    loader:bool=False, # Time reading, decoding, each transform, collating, also in workers: rows of `loader`
     ): # The Learner
     "Attach a `Profiler`, or a new one in place of the old; `learn.profiler.results` is the table"
-    prof = Profiler(trace, trace_steps, flops, keep, hold, kernels)
+    prof = Profiler(trace, trace_steps, flops, keep, hold, kernels, loader)
     return self.remove_cb(Profiler).add_cb(prof)
 
 @patch
