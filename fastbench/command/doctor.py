@@ -6,32 +6,52 @@
 __all__ = ['doctor']
 
 # %% ../../nbs/command/07_doctor.ipynb #644149ec
-import sys
+import sys, warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 
+from ..recipe import get_recipe
 from .ab import _time
-from .terminal import Device, Json, app, flag, names_like, option, say
+from .terminal import (Device, Json, app, argument, field, flag, names_like, option,
+                                        say)
 
 # %% ../../nbs/command/07_doctor.ipynb #1ad1d09a
+_what = 'Diagnose its input: what a step waits for, and what would help. Left out: look at this machine.'
+
 @app.command()
 def doctor(
+    diagnosed:argument(Optional[str], _what, metavar='[RECIPE|FILE.py]', autocompletion=names_like,
+                       show_default=False)=None,
     no_trial:flag('Run nothing: leave open how small a difference this machine can see.', '--no-trial')=False,
     n:option(int, 'Runs of the trial.', '--runs', min=4)=10,
-    budget:option(_time, 'Begin no run of the trial after it: 2m.', parser=_time, metavar='TIME')=None,
+    budget:option(_time, 'Begin no run of the trial after it: 2m. Of a diagnosis: about how long it takes.',
+                  parser=_time, metavar='TIME')=None,
     recipe:option(str, 'What the trial runs.', metavar='RECIPE', autocompletion=names_like,
                   show_default='digits-xresnet18, cut short')='digits-xresnet18',
+    fields:option(list[str], 'A field of the recipe to diagnose.', '--set', metavar='FIELD=VALUE')=None,
     device:Device=None,
     keep:option(Path, 'Keep the Runs of the trial here.', metavar='FOLDER', show_default='they are not kept')=None,
     as_json:Json=False,
 ):
-    "Say what this machine is, what it lacks, and whether it can see 1%, 5% or 10%."
+    "Say what this machine is and what it can see; or, of a RECIPE, what its steps wait for."
     from fastbench.compare.doctor import doctor
     from fastbench.bench.launch import Interrupted
+    if diagnosed: return _diagnose(diagnosed, dict(map(field, fields or ())), device, budget, as_json)
     try: found = doctor(not no_trial, n, budget, recipe, device, keep, lambda o: say(f'  {o}'))
     except Interrupted as e:
         print('fastbench: interrupted; `fastbench doctor --no-trial` looks without running anything', file=sys.stderr)
         raise typer.Exit(128 + e.signum) from None
+    print(found.to_json() if as_json else found)
+
+# %% ../../nbs/command/07_doctor.ipynb #bb4a9e67
+def _diagnose(recipe, changes, device, budget, as_json):
+    recipe = get_recipe(recipe, **changes)
+    say(f'  measuring steps of {recipe.name} with and without its loader')
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # of imports
+        from fastbench.bench.learner import bench_learner
+        import fastbench.draw.diagnose  # adds Learner.diagnose_input
+    found = bench_learner(recipe, device=device).diagnose_input(budget or 20.)
     print(found.to_json() if as_json else found)

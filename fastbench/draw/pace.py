@@ -34,6 +34,12 @@ class Pace:
     cpu: float # Seconds of processors for each, of this process and of its workers
     n: int # How many were measured
 
+    def __add__(self, o # Another measurement of the same
+        ):
+        "Both measurements together"
+        n = self.n + o.n
+        return Pace((self.seconds*self.n + o.seconds*o.n)/n, (self.cpu*self.n + o.cpu*o.n)/n, n)
+
 def _children():
     "Seconds of processors so far, of the processes that this one has started"
     gone = os.times()
@@ -49,7 +55,7 @@ class Metronome:
     "Tells the pace of what passes by"
     def __init__(self, seconds:float, # Measure so long
                  skip:int=2, # Leave out so many, at least one
-                 least:int=3, # Measure so many, however long they take
+                 least:int=2, # Measure so many, however long they take
                  ready=lambda: None, # Waits for the device
         ): self.seconds,self.skip,self.least,self.ready,self.seen,self.at = seconds,skip,least,ready,0,[]
 
@@ -85,7 +91,7 @@ def _wait_for(device): return torch.cuda.synchronize if device.type == 'cuda' el
 def step_pace(learn:Learner, # Whose steps
               train, # The loader to take them with: any iterable of batches with a length
               seconds:float, # Measure so long
-              skip:int=2, # Steps that are left out
+              skip:int=1, # Steps that are left out
     )->Pace:
     "How long a training step takes with another loader"
     device = next(learn.model.parameters()).device

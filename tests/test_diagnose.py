@@ -1,0 +1,137 @@
+"What a step waits for: the arithmetic, that the Learner is left as it was, and what is refused."
+import json
+import random
+from copy import deepcopy
+
+import pytest
+import torch
+from fastai.callback.core import Callback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from torch import nn
+
+from fastbench.draw import diagnose  # adds Learner.diagnose_input
+from fastbench.draw.diagnose import Remedy, beside, fits_in_memory, remedies, stall_rows
+from fastbench.draw.pace import Metronome, Pace, files_of, forget_files, host_loader, loader_pace, same_order, together
+from fastbench.errors import UserError
+
+
+def loaders(n=64, bs=8, **kwargs):
+    items = [(torch.full((4,), float(i)), i % 2) for i in range(n)]
+    return DataLoaders(*(DataLoader(items, bs=bs, shuffle=i == 0, **kwargs) for i in range(2)))
+
+
+def learner(dls=None): return Learner(dls or loaders(), nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), loss_func=nn.CrossEntropyLoss())
+
+
+def test_the_learner_is_left_as_it_was():
+    learn = learner()
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    before, opt = deepcopy(learn.model.state_dict()), deepcopy(learn.opt.state_dict())
+    cbs, dls, rng, order = [*learn.cbs], learn.dls, random.getstate(), learn.dls.train.rng.getstate()
+    state = torch.get_rng_state()
+    learn.diagnose_input(1)
+    assert all(torch.equal(v, before[k]) for k, v in learn.model.state_dict().items())
+    assert str(opt) == str(learn.opt.state_dict()) and learn.dls is dls and [*learn.cbs] == cbs
+    assert random.getstate() == rng and learn.dls.train.rng.getstate() == order and torch.equal(torch.get_rng_state(), state)
+
+
+class Saves(Callback):
+    def __init__(self): self.n = 0
+    def after_epoch(self): self.n += 1
+    def before_fit(self): self.n += 1
+
+
+def test_callbacks_of_the_user_do_not_act():
+    learn = learner()
+    learn.add_cb(Saves())
+    learn.diagnose_input(1)
+    assert learn.saves.n == 0 and learn.opt is None
+
+
+def test_what_it_found_can_be_read_in_every_form():
+    found = learner().diagnose_input(1)
+    assert [r['part'] for r in found.stalls.rows] == ['compute', 'batch', 'items']  # no file, and no device to copy to
+    assert found.verdict.split(':')[0] in ('compute-bound', 'input-bound') and found.verdict in str(found)
+    got = json.loads(found.to_json())
+    assert set(got) == {'stalls', 'stations', 'remedies', 'verdict'} and '<table' in found._repr_html_()
+    assert {r['name'] for r in got['remedies']} >= {'a worker for each core', 'twice the cores'}
+
+
+def test_a_remedy_that_does_not_apply_says_why(monkeypatch):
+    def no(learn): raise UserError('no pictures here')
+    monkeypatch.setattr(diagnose, 'remedies', [Remedy('pictures', 'f()', no)])
+    row = learner().diagnose_input(1).remedies.rows[-1]
+    assert row['why'] and row['step'] is None
+
+
+@pytest.mark.parametrize('n, says', [(16, 'an epoch has 2 batches'), (4, 'an epoch has')])
+def test_too_few_batches_are_named(n, says):
+    with pytest.raises(UserError, match=says): learner(loaders(n)).diagnose_input(1)
+
+
+def test_another_librarys_loader_is_named():
+    dl = torch.utils.data.DataLoader([(torch.zeros(4), 0)]*80, batch_size=8)
+    learn = learner(DataLoaders(dl, dl))
+    with pytest.raises(UserError, match=r'torch.utils.data.dataloader.DataLoader: learn.profile\(\)'): learn.diagnose_input(1)
+
+
+# Arithmetic
+
+def test_shares_add_up():
+    rows = stall_rows(dict(compute=Pace(.01, 0, 1), transfer=Pace(.02, 0, 1), batch=Pace(.02, 0, 1), items=Pace(.03, 0, 1), disk=Pace(.05, 0, 1)))
+    assert sum(r['share'] for r in rows) == pytest.approx(1) and [round(1000*r['more']) for r in rows] == [10, 10, 0, 10, 20]
+
+
+def test_what_seems_faster_by_chance_adds_nothing():
+    rows = stall_rows(dict(compute=Pace(.02, 0, 1), batch=Pace(.019, 0, 1), items=Pace(.0195, 0, 1)))
+    assert [r['more'] for r in rows] == [.02, 0., 0.] and sum(r['share'] for r in rows) == pytest.approx(1)
+
+
+@pytest.mark.parametrize('step, loader, is_beside, cores, expected', [
+    (Pace(.1, .1, 1), Pace(.3, .3, 1), False, 8, .4), (Pace(.1, .1, 1), Pace(.3, .6, 1), True, 8, .3),
+    (Pace(.3, .3, 1), Pace(.1, .2, 1), True, 8, .3), (Pace(.3, .6, 1), Pace(.1, .2, 1), True, 2, .4)])
+def test_a_step_with_its_loader(step, loader, is_beside, cores, expected):
+    assert together(step, loader, is_beside, cores) == pytest.approx(expected)
+
+
+def test_paces_are_added_by_how_many_they_are_of():
+    p = Pace(1., .5, 1) + Pace(2., 2., 3)
+    assert (p.seconds, p.cpu, p.n) == (1.75, 1.625, 4)
+
+
+def test_a_metronome_leaves_the_first_out_and_ends_in_time():
+    tick = Metronome(0., skip=3, least=2)
+    assert [tick() for _ in range(5)] == [False]*4 + [True] and tick.pace().n == 2
+    assert Metronome(1.).pace() is None
+
+
+# Loaders
+
+def test_the_order_is_the_same_each_time():
+    dl = loaders().train
+    first = [b[0][:, 0].tolist() for b in same_order(dl)]
+    assert [b[0][:, 0].tolist() for b in same_order(dl)] == first and [b[0][:, 0].tolist() for b in dl] != first
+
+
+def test_on_the_host_nothing_is_copied_or_transformed():
+    dl = loaders(after_batch=lambda b: 1/0).train
+    assert len([*host_loader(dl)]) == 8
+
+
+def test_an_epoch_that_is_too_short_has_no_pace():
+    assert loader_pace(loaders(8).train, .1) is None and loader_pace(loaders().train, .01).n >= 2
+
+
+def test_workers_and_threads_are_beside():
+    assert not beside(loaders().train) and beside(loaders(num_workers=1).train)
+
+
+def test_files_are_found_among_the_items(tmp_path):
+    paths = [tmp_path/f'{i}' for i in range(3)]
+    for p in paths: p.write_bytes(b'x'*1000)
+    class Files(list):
+        items = [paths[0], str(paths[1]), (paths[2], 1), tmp_path/'gone', 3]
+    assert files_of(DataLoader(Files(), bs=1)) == [paths[0], str(paths[1]), paths[2]]
+    assert fits_in_memory(paths) and fits_in_memory([]) and not forget_files([])
