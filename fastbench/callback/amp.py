@@ -18,6 +18,7 @@ from fastcore.basics import patch
 from fastcore.foundation import L
 from torch.amp import GradScaler, autocast
 
+from ..compat import foreach_mul_
 from ..measure.clock import train_device
 from ..measure.lifecycle import DuringFit
 from .overflow import StepLog, first_momentum, inner, skips_on_device
@@ -268,7 +269,7 @@ def _all_grads(self:MixedPrecision): return [p.grad for p in self.opt.all_params
 def _scale_up(self:MixedPrecision, grads):
     for device in {g.device for g in grads}:
         scale = self._scaler.value.to(device, non_blocking=True)
-        torch._foreach_mul_([g for g in grads if g.device == device], scale)
+        foreach_mul_([g for g in grads if g.device == device], scale)
 
 # %% ../../nbs/callback/12_amp.ipynb #330f27ed
 @patch

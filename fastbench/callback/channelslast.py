@@ -11,6 +11,7 @@ from fastai.callback.channelslast import ChannelsLast as FastaiChannelsLast
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..compat import ConvNd
 from ..measure.lifecycle import DuringFit
 from .cpu.im2col import im2col
 from ..errors import UserError
@@ -21,7 +22,7 @@ _formats = {4: torch.channels_last, 5: torch.channels_last_3d}
 def conv_weights(model # A `nn.Module`
     )->list: # Parameters, once each
     "The weights of 2-d and 3-d convolutions"
-    convs = (m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd))
+    convs = (m for m in model.modules() if isinstance(m, ConvNd))
     ps = (p for m in convs for p in m._parameters.values() if p is not None and not is_lazy(p) and p.ndim in _formats)
     return list({id(p): p for p in ps}.values())
 

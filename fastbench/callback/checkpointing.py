@@ -12,9 +12,9 @@ import torch
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from ..compat import NormBase
 from ..measure.lifecycle import DuringFit
 from .override import override
 from ..errors import UserError
@@ -33,7 +33,7 @@ class _Checkpointed:
     "The forward pass of a block, to be run again"
     def __init__(self, block):
         self.block = block
-        self.norms = [m for m in block.modules() if isinstance(m, _NormBase)]
+        self.norms = [m for m in block.modules() if isinstance(m, NormBase)]
 
     def __call__(self, forward, *args, **kwargs):
         if not (self.block.training and torch.is_grad_enabled()): return forward(*args, **kwargs)
@@ -91,7 +91,7 @@ def _blocks(self:GradientCheckpointing, model):
 # %% ../../nbs/callback/08_checkpointing.ipynb #06646400
 def _own_switch(model):
     "The model's own switch: a function that turns it on and returns what turns it off; None where none will do"
-    if any(isinstance(m, _NormBase) for m in model.modules()): return None
+    if any(isinstance(m, NormBase) for m in model.modules()): return None
     if getattr(model, 'supports_gradient_checkpointing', False):
         def on():
             model.gradient_checkpointing_enable(dict(use_reentrant=False))

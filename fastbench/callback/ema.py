@@ -13,6 +13,7 @@ from fastai.callback.core import Callback
 from fastcore.basics import patch
 from torch.optim.swa_utils import AveragedModel
 
+from ..compat import foreach_copy_, foreach_lerp_
 from ..measure.lifecycle import forget, when_cut
 from ..errors import UserError
 
@@ -31,12 +32,12 @@ def lerp(pairs, # Of tensors: new, averaged
     ):
     "Move averages towards new values"
     for (_,dtype),(new,old) in _by_kind(pairs).items():
-        if decay is None: torch._foreach_copy_(old, new)
-        elif dtype.is_floating_point or dtype.is_complex: torch._foreach_lerp_(old, new, 1 - decay)
+        if decay is None: foreach_copy_(old, new)
+        elif dtype.is_floating_point or dtype.is_complex: foreach_lerp_(old, new, 1 - decay)
         else:
             a,b = (torch.cat([o.flatten() for o in ts]) for ts in (new, old))
             both = (b*decay + a*(1 - decay)).to(dtype).split([o.numel() for o in old])
-            torch._foreach_copy_(old, [o.view(t.shape) for o,t in zip(both, old)])
+            foreach_copy_(old, [o.view(t.shape) for o,t in zip(both, old)])
 
 # %% ../../nbs/callback/04_ema.ipynb #e9edd027
 class EMACallback(Callback):

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import torch
 from fastcore.basics import patch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from ..compat import NormBase, foreach_add_, foreach_copy_
 from .amp import MixedPrecision, Scaler, map_tensors
 from ..errors import UserError
 
@@ -23,7 +23,7 @@ def _to(o, dtype): return map_tensors(lambda t: t.to(dtype) if t.is_floating_poi
 def _tensors(model):
     "What is computed in 16 bits: parameters once each, then buffers as (module, name)"
     mods = list(model.modules())
-    keep = [m for m in mods if isinstance(m, _NormBase)]
+    keep = [m for m in mods if isinstance(m, NormBase)]
     seen = {id(t) for m in keep for t in (*m._parameters.values(), *m._buffers.values())}
     def new(t):
         ok = t is not None and t.dtype == torch.float32 and t.layout == torch.strided and id(t) not in seen
@@ -57,7 +57,7 @@ class _Half:
     def open(self):
         self.live = self._now()
         masters = [t.data for t in self.live]
-        if masters: torch._foreach_copy_(self.half, masters)
+        if masters: foreach_copy_(self.half, masters)
         self.sums,self.was = {},[t._version for t in self.live]
         self.hook = self.model.register_state_dict_post_hook(lambda module, state, *_: self._fp32(state))
         self.masters = masters
@@ -109,8 +109,8 @@ def _take_grads(self:_Half):
     new = [p for p in self.params if p.grad is not None and p.grad.dtype == self.dtype]
     add,fresh = [p for p in new if p in self.sums],[p for p in new if p not in self.sums]
     full = self.sums | {p: torch.empty_like(p.grad, dtype=torch.float32) for p in fresh}
-    if fresh: torch._foreach_copy_([full[p] for p in fresh], [p.grad for p in fresh])
-    if add: torch._foreach_add_([full[p] for p in add], [p.grad for p in add])
+    if fresh: foreach_copy_([full[p] for p in fresh], [p.grad for p in fresh])
+    if add: foreach_add_([full[p] for p in add], [p.grad for p in add])
     for p,g in full.items(): p.grad = g
 
 # %% ../../nbs/callback/13_half.ipynb #ff466762

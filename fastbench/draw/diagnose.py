@@ -17,8 +17,8 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
 
-from .pace import (Metronome, Pace, Repeated, copies_ahead, files_of, forget_files, host_loader, loader_pace,
-                                 same_order, step_pace, together)
+from .pace import Metronome, Pace, Repeated, copies_ahead, files_of, forget_files
+from .pace import host_loader, loader_pace, same_order, step_pace, together
 from ..errors import UserError
 from ..machine.environment import cores, worker_cores
 from ..measure.clock import train_device
@@ -61,7 +61,7 @@ def _steps(learn, dl, each, rounds=2):
     return {k: res[k] for k in _adds if k in res}
 
 _adds = dict(compute='computing', transfer='copies to the device', batch='transforms of whole batches',
-             items='reading from memory, decoding, transforms, collating', disk='the disk')
+             items='making batches: reading from memory, decoding, transforms, collating', disk='the disk')
 
 # %% ../../nbs/draw/45_diagnose.ipynb #4344f77a
 def fits_in_memory(paths, # Of files
@@ -129,8 +129,8 @@ def _times(x): return f'{x:.2f}x'
 
 class Stalls(Table):
     "What a step waits for"
-    columns = (('what', 'a step with', str), ('of', 'adds', str), ('more', 'more', duration), ('step', 'step', duration),
-               ('share', 'share', _percent))
+    columns = (('what', 'a step with', str), ('of', 'adds', str), ('more', 'more', duration),
+               ('step', 'step', duration), ('share', 'share', _percent))
     left,title = 2,'a step, with more and more of its input'
     def __init__(self, rows, notes=()): # rows: as of `stall_rows`; notes: lines below
         self.rows,self.notes = rows,list(notes)
@@ -182,7 +182,7 @@ def _verdict(d):
     whole = d.stalls.rows[-1]['step']
     waits = max(0., 1 - rows['compute']['step']/whole)
     best = max((r for r in d.remedies.rows if r['gain']), key=lambda r: r['gain'], default=None)
-    if waits < .1: return f'compute-bound: {1-waits:.0%} of a step is computing; a faster loader gains at most {waits:.0%}'
+    if waits < .1: return f'compute-bound: {1-waits:.0%} of a step; a faster loader gains at most {waits:.0%}'
     parts = ', '.join(f"{_short[r['part']]} {r['share']:.0%}" for r in d.stalls.rows[1:] if r['share'] >= .01)
     said = f'input-bound: {waits:.0%} of a step waits for its input ({parts})'
     dear = max((r for r in d.stations.rows if r['where'] != 'batch'), key=lambda r: r['each'], default=None)
@@ -205,12 +205,13 @@ def _station_rows(dl, each):
 # %% ../../nbs/draw/45_diagnose.ipynb #14b46916
 @patch
 def diagnose_input(self:Learner,
-    seconds:float=20., # About how long it may take; a step or a batch that takes longer than a tenth of it is measured three times
+    seconds:float=20., # About how long it may take; what is slow is measured a few times anyway
     )->InputDiagnosis: # stalls, stations, remedies: tables; verdict: one line
     "Does this Learner wait for its input, for what, and what would help? The Learner is left as it was"
     dl,device = self.dls.train,train_device(self)
     if not isinstance(dl, DataLoader):
-        raise UserError(f'diagnose_input takes loaders of fastai, this one is a {type(dl).__module__}.{type(dl).__name__}: '
+        of = f'{type(dl).__module__}.{type(dl).__name__}'
+        raise UserError(f'diagnose_input takes loaders of fastai, this one is a {of}: '
                         'learn.profile() says how long a step waits for it')
     if len(dl) < 5: raise UserError(f'an epoch has {len(dl)} batches, too few to measure: it takes 5. Use a smaller bs')
     most,each = cores()['usable'],seconds/10
@@ -233,7 +234,8 @@ def _diagnosis(learn, dl, paces, loader, stations, rows, most):
         said.append(f'with the files on the disk, a step took {duration(disk.seconds)}')
     if loader:
         model = together(paces['batch'], loader, beside(dl), most)
-        said.append(f'the loader alone makes a batch in {duration(loader.seconds)}; a step should take {duration(model)} with it')
+        said.append(f'the loader alone makes a batch in {duration(loader.seconds)}; '
+                    f'a step should take {duration(model)} with it')
     how = f"{workers} worker process{'es' if workers > 1 else ''}" if workers else 'this process'
     stalls = Stalls(stall_rows(paces), [f'batches of {dl.bs} from {how}; {most:g} cores', *said])
     return InputDiagnosis(stalls, Stations(stations), Remedies(sorted(rows, key=lambda r: -(r['gain'] or 0))))

@@ -144,7 +144,7 @@ def same_order(dl, # A fastai `DataLoader`
 # %% ../../nbs/draw/40_pace.ipynb #bcffa6dc
 def loader_pace(dl, # A fastai `DataLoader`
                 seconds:float, # Measure so long
-                skip:int=None, # Batches that are left out; None: those that are made before the first is asked for, and two
+                skip:int=None, # Batches that are left out; None: those that workers make beforehand, and two
     )->Pace: # None where its epoch is too short
     "How long a batch takes to be made, when nobody computes"
     fake = getattr(dl, 'fake_l', None)

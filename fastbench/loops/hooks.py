@@ -13,8 +13,8 @@ from contextlib import ExitStack
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
+from ..compat import call_after_backward
 from ..errors import UserError
 from .regions import BACKWARD, FORWARD, LOSS, OPT_STEP, Regions, ZERO_GRAD
 
@@ -128,12 +128,12 @@ def backward_begins(self:ModelHooks, grads=None): # grads: of its outputs
     if self.backing or self.depth: return
     self.backing = True
     self.regions.enter(BACKWARD)
-    Variable._execution_engine.queue_callback(self._last_of_all if _several_processes() else self.backward_ends)
+    call_after_backward(self._last_of_all if _several_processes() else self.backward_ends)
 
 def _several_processes(): return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 @patch
-def _last_of_all(self:ModelHooks): Variable._execution_engine.queue_callback(self.backward_ends)
+def _last_of_all(self:ModelHooks): call_after_backward(self.backward_ends)
 
 @patch
 def backward_ends(self:ModelHooks):

@@ -12,6 +12,7 @@ import torch
 from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 
+from ..compat import pause_stream
 from .stopwatch import CLOSE, DRAW, END
 from .phases import Col
 
@@ -63,7 +64,7 @@ class DeviceQueue:
     def hold(self, seconds # How long, about
         ):
         "Let the device stand still before what is launched next; the host goes on"
-        with torch.cuda.device(self.device): torch.cuda._sleep(int(seconds*self.rate))
+        with torch.cuda.device(self.device): pause_stream(int(seconds*self.rate))
     def calibrate(self, asked, # Seconds of a pause
                   took, # Seconds that it lasted
         ):

@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from ..compat import profiler_is_on
 from .stopwatch import DRAW
 from .table import Table, seconds
 
@@ -104,7 +105,7 @@ class Kernels:
 def _start(self:Kernels, watch):
     kind,kinds = self.device.type,[ProfilerActivity.CPU]
     if kind in ('cuda', 'xpu'): kinds.append(getattr(ProfilerActivity, kind.upper()))
-    if torch.autograd._profiler_enabled():  # to start another would end it
+    if profiler_is_on():  # to start another would end it
         self.found = {}
         return warnings.warn('no kernels were recorded: torch.profiler is at work already, '
                              'and records one thing at a time; the phase table is not affected')

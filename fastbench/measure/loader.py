@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
 
-from fastai.data.load import DataLoader, _loaders
+from fastai.data.load import DataLoader
 from fastai.torch_core import to_device
 from fastcore.basics import patch
 from torch import Tensor
+from ..compat import batch_iterators
 from .stopwatch import CLOSE, COPY, DRAW, DRAWN, END, ITER, STARTED, Stopwatch
 
 # %% ../../nbs/measure/06_loader.ipynb #19b76ce0
@@ -65,7 +66,7 @@ def fastai_batches(dl, # A fastai `DataLoader`
     dl.randomize()
     dl.before_iter()
     dl._DataLoader__idxs = dl.get_idxs()  # in this process, not in workers
-    for b in copied(_loaders[dl.fake_l.num_workers == 0](dl.fake_l), dl.device):
+    for b in copied(batch_iterators[dl.fake_l.num_workers == 0](dl.fake_l), dl.device):
         yield dl.after_batch(tuple(b) if dl.pin_memory and type(b) is list else b)
     dl.after_iter()
     if hasattr(dl, 'it'): del dl.it

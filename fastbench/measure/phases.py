@@ -259,7 +259,8 @@ def _loader_rows(profile, fit):
     for phase,o in profile.facts.get('loader', {}).items():
         name = 'loader' if phase == 'train' else f'{phase} loader'
         for r in o['rows']:
-            row = _row(name, r['station'], r['calls'], r['total'], r['total']/r['calls'], None, fit and fit*o['processes'])
+            mean,wall = r['total']/r['calls'],fit and fit*o['processes']
+            row = _row(name, r['station'], r['calls'], r['total'], mean, None, wall)
             res.append(row | dict.fromkeys(_device))
     return res
 

@@ -83,10 +83,10 @@ class Timed:
 # %% ../../nbs/measure/11_stations.ipynb #eee2882b
 def _pipelines(dl):
     "(owner, attribute, where) of each pipeline that makes batches of `dl`"
-    ds = dl.dataset
-    for i,tl in enumerate(getattr(ds, 'tls', None) or ([ds] if isinstance(getattr(ds, 'tfms', None), Pipeline) else [])):
-        yield tl,'tfms','item' if i == 0 else 'label'
-    for attr,where in (('after_item', 'item'), ('before_batch', 'collate'), ('after_batch', 'batch')): yield dl,attr,where
+    ds,stages = dl.dataset,dict(after_item='item', before_batch='collate', after_batch='batch')
+    lists = getattr(ds, 'tls', None) or ([ds] if isinstance(getattr(ds, 'tfms', None), Pipeline) else [])
+    for i,tl in enumerate(lists): yield tl,'tfms','item' if i == 0 else 'label'
+    for attr,where in stages.items(): yield dl,attr,where
 
 def _named(f): return getattr(f, 'name', type(f).__name__).split(' --')[0].strip()
 
@@ -170,5 +170,5 @@ def add_up(old, # What this function gave before; None: nothing
     for r in ledger.rows():
         o = by.setdefault((r['where'], r['station']), dict(station=r['station'], where=r['where'], calls=0, total=0.))
         o['calls'],o['total'] = o['calls'] + r['calls'],o['total'] + r['total']
-    n = old['batches'] + int(ledger.sums[:,-1,1].sum())
-    return dict(rows=[*by.values()], batches=n, workers=old['workers'], processes=max(old['processes'], ledger.processes))
+    n,processes = old['batches'] + int(ledger.sums[:,-1,1].sum()),max(old['processes'], ledger.processes)
+    return dict(rows=[*by.values()], batches=n, workers=old['workers'], processes=processes)

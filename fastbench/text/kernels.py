@@ -12,6 +12,8 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from ..compat import efficient_attention, flash_attention
+
 # %% ../../nbs/text/08_kernels.ipynb #31bb911b
 def kernel_for(device:str, # Kind of device: 'cuda', 'cpu', ...
                capability:tuple|None, # Compute capability, (8, 0) for instance; None: not CUDA, or ROCm
@@ -43,7 +45,7 @@ def _repeated(q, k): return k if k.shape[1] == q.shape[1] else k.repeat_interlea
 def _flash(q, k, v, bounds, causal, window, scale=None, dropout_p=0.):
     left = window-1 if window else None
     right,cu,n = left if left is None or not causal else 0,bounds.cu,bounds.longest
-    out = torch.ops.aten._flash_attention_forward(*(_laid(o)[0] for o in (q, k, v)), cu, cu, n, n, dropout_p, causal,
+    out = flash_attention(*(_laid(o)[0] for o in (q, k, v)), cu, cu, n, n, dropout_p, causal,
         False, scale=_scale(q, scale), window_size_left=left, window_size_right=right)[0]
     return out[None,...,:v.shape[-1]].transpose(1, 2)
 
@@ -51,7 +53,7 @@ def _efficient(q, k, v, bounds, causal, window, scale=None, dropout_p=0.):
     k,v = _repeated(q, k),_repeated(q, v)
     grad = torch.is_grad_enabled() and any(o.requires_grad for o in (q, k, v))
     cu,n = bounds.cu,bounds.longest
-    out = torch.ops.aten._efficient_attention_forward(*map(_laid, (q, k, v)), None, cu, cu, n, n, dropout_p,
+    out = efficient_attention(*map(_laid, (q, k, v)), None, cu, cu, n, n, dropout_p,
         int(causal), grad, scale=_scale(q, scale), window_size=window)[0]
     return out[...,:v.shape[-1]].transpose(1, 2)
 

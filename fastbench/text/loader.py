@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from fastai.data.core import TfmdDL
-from fastai.data.load import _loaders
 from fastai.torch_core import num_distrib, rank_distrib, to_detach
 from fastcore.basics import merge, patch
 from fastcore.foundation import L
 
+from ..compat import batch_iterators
 from ..errors import UserError, unknown
 from ..train.transfer import batches_on
 from .dataset import ShowsTexts, TextDataset
@@ -327,7 +327,7 @@ def __iter__(self:TextDL):
         self.randomize()
         self.before_iter()
         self._order = self.get_idxs()
-        with _no_threads(): it = _loaders[self.fake_l.num_workers == 0](self.fake_l)
+        with _no_threads(): it = batch_iterators[self.fake_l.num_workers == 0](self.fake_l)
         for b in batches_on((self._batch(*b) for b in it), self.device): yield self.after_batch(b)
         self.after_iter()
     finally:

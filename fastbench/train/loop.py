@@ -11,7 +11,7 @@ from operator import attrgetter
 import torch
 from fastai.callback.core import (
     Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
-    CancelStepException, CancelTrainException, CancelValidException, _inner_loop)
+    CancelStepException, CancelTrainException, CancelValidException)
 from fastai.learner import Learner, Metric
 from fastai.torch_core import defaults, find_bs
 from fastcore.basics import noop, patch
@@ -20,12 +20,13 @@ from fastcore.meta import delegates
 from fastcore.xtras import modify_exception
 from torch import Tensor
 
+from ..compat import inner_loop, without_subclasses
 from .fast_callbacks import LeanMetric, LeanRecorder, lean, lean_classes
 from ..measure.stopwatch import FIRST, LAST
 from .transfer import batches_ahead
 
 # %% ../../nbs/train/06_loop.ipynb #f5d9bd46
-_gated = frozenset(_inner_loop)  # the events that `run_train` and `run_valid` switch
+_gated = frozenset(inner_loop)  # the events that `run_train` and `run_valid` switch
 _events = _gated | {'after_cancel_step'}  # the events of a batch
 
 _order = attrgetter('order')
@@ -213,7 +214,7 @@ def _do_grad_opt(self:FastLoop):
 # %% ../../nbs/train/06_loop.ipynb #263ba1f7
 def _device(o):
     if type(o) is Tensor: return o.device
-    with torch._C.DisableTorchFunctionSubclass(): return o.device
+    with without_subclasses(): return o.device
 
 @patch
 def _set_device(self:FastLoop, b):

@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from fastcore.basics import patch
 
+from ..compat import foreach_add_, foreach_div_, foreach_mul_, foreach_norm, fused_sgd_
 from ..callback.amp import native_bf16
 from .optimizer import TorchOptimizer
 
@@ -76,7 +77,7 @@ class MuonSGD(torch.optim.Optimizer):
         "One step"
         for group in self.param_groups:
             ps = [p for p in group['params'] if p.grad is not None]
-            if getattr(self, 'grad_scale', None) is not None: torch._foreach_div_([p.grad for p in ps], self.grad_scale)
+            if getattr(self, 'grad_scale', None) is not None: foreach_div_([p.grad for p in ps], self.grad_scale)
             self._nesterov(group, [p for p in ps if p.ndim < 4])
             self._turn(group, [p for p in ps if p.ndim > 3])
 
@@ -100,7 +101,7 @@ def _momentum(self:MuonSGD, group, ps, to, lr, wd):
         self.state[p]['momentum_buffer'] = torch.zeros_like(p) if buf is None else _as(buf, p)
     bufs = [_rows(self.state[p]['momentum_buffer']) for p in ps]
     grads,found = [_rows(_as(p.grad, p)) for p in ps],getattr(self, 'found_inf', None)
-    torch._fused_sgd_(to, grads, bufs, weight_decay=wd, momentum=group['momentum'], lr=lr, dampening=0., nesterov=True,
+    fused_sgd_(to, grads, bufs, weight_decay=wd, momentum=group['momentum'], lr=lr, dampening=0., nesterov=True,
                       maximize=False, is_first_step=False, grad_scale=None, found_inf=found)
 
 # %% ../../nbs/train/04_muon.ipynb #accec955
@@ -117,12 +118,12 @@ def _turn(self:MuonSGD, group, ps):
     batches = [torch.zeros(len(o), n, m, dtype=dtype, device=device) for (n,m,dtype,device),o in shapes.items()]
     self._momentum(group, ps, [d for b in batches for d in b], -1., 0.)
     rows = [_rows(p) for p in ps]
-    norms = torch._foreach_norm(rows)
-    torch._foreach_div_(norms, [len(p)**.5 for p in ps])
+    norms = foreach_norm(rows)
+    foreach_div_(norms, [len(p)**.5 for p in ps])
     by = torch.stack(norms).reciprocal_()
     if (found := getattr(self, 'found_inf', None)) is not None: by.masked_fill_(found > 0, 1.)
-    torch._foreach_mul_(rows, list(by.unbind()))
-    torch._foreach_add_(rows, [o for b in batches for o in turn(b, group['steps'])], alpha=-group['lr'])
+    foreach_mul_(rows, list(by.unbind()))
+    foreach_add_(rows, [o for b in batches for o in turn(b, group['steps'])], alpha=-group['lr'])
 
 # %% ../../nbs/train/04_muon.ipynb #32518cab
 def _group(h): return dict(lr=float(h['lr']), momentum=float(h['mom']), weight_decay=float(h['wd']))

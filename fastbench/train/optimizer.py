@@ -18,6 +18,7 @@ from fastai.optimizer import Optimizer
 from fastcore.basics import patch
 from fastcore.foundation import L
 
+from ..compat import foreach_mul_, fused_devices
 from ..callback.channelslast import lay
 from ..errors import UserError, unknown
 
@@ -77,17 +78,12 @@ def set_hyper(self:TorchOptimizer, k, # Its name
     for h,o in zip(self.hypers, vs): h[k] = o
 
 # %% ../../nbs/train/03_optimizer.ipynb #5f2a6b6e
-def _fused_devices():
-    try: from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as f
-    except ImportError: return None  # torch itself complains then, at the first step
-    return [o for o in f() if o != 'privateuseone']
-
 def _decays(opt, p): return opt.state[p].get('do_wd', True)
 
 @patch
 def _check(self:TorchOptimizer):
     "Refuse what torch has no fused kernel for, before the first step"
-    can = _fused_devices() if self.kwargs.get('fused') else None
+    can = fused_devices() if self.kwargs.get('fused') else None
     if not can: return
     def fits(p): return not p.requires_grad or p.is_floating_point() and p.device.type in can
     bad = next((p for p in self._all if not fits(p)), None)
@@ -129,7 +125,7 @@ def _shrink(self:TorchOptimizer):
         ps = [p.data for p in ps if p.grad is not None] if h['wd'] else None
         if not ps: continue
         by = 1 - h['lr']*h['wd']
-        torch._foreach_mul_(ps, by if skip is None else torch.full_like(found, by).masked_fill_(skip, 1.))
+        foreach_mul_(ps, by if skip is None else torch.full_like(found, by).masked_fill_(skip, 1.))
 
 # %% ../../nbs/train/03_optimizer.ipynb #1832f42b
 @patch

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ...compat import ConvNd
 from ...measure.lifecycle import DuringFit
 from ..override import has_method, override
 
@@ -67,4 +68,4 @@ class SmallMaps(DuringFit):
     "During a fit in bf16 on a CPU, compute convolutions in fp32 where PyTorch gets their gradients wrong"
     def switch_on(self):
         for m in self.learn.model.modules():
-            if isinstance(m, nn.modules.conv._ConvNd) and (how := _override(m)): self.at_end(override(m, *how))
+            if isinstance(m, ConvNd) and (how := _override(m)): self.at_end(override(m, *how))
