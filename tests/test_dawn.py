@@ -24,7 +24,8 @@ from fastbench.runs.record import Run, from_json
 from fastbench.bench.run import run_recipe
 from fastbench.train.learner import BenchLearner
 from fastbench.vision.augment import augmented
-from fastbench.vision.data import CorruptImage, vision_dls
+from fastbench.draw.decode import CorruptImage
+from fastbench.vision.data import vision_dls
 from fastbench.vision.kinds import XResNet
 from fastbench.vision.small import GhostBatchNorm, small_archs, small_net, whiten
 

@@ -10,7 +10,8 @@ from fastbench.machine import download
 from fastbench.machine.download import DataUnavailable
 from fastbench.errors import UserError
 from fastbench.vision import sources as vs
-from fastbench.vision.data import CorruptImage, vision_dls
+from fastbench.draw.decode import CorruptImage
+from fastbench.vision.data import vision_dls
 from fastbench.vision.sources import draw_photo, find_source, load_source, make_photos, shapes, sources, split_each
 
 

@@ -20,7 +20,8 @@ from PIL import Image
 
 from ..errors import UserError, unknown
 from ..train.transfer import put
-from .data import CorruptImage, SeededDL
+from ..draw.decode import unreadable
+from ..draw.seeded import SeededDL
 
 # %% ../../nbs/vision/06_augment.ipynb #c02cd49d
 def prepare(x, # uint8: image, channel, height, width
@@ -112,7 +113,7 @@ def _image(item, size, n_ch):
             if size: im = im.convert('L' if n_ch == 1 else 'RGB').resize((size, size), Image.BILINEAR)
             return np.asarray(im)
     except (OSError, ValueError) as e:
-        raise CorruptImage(f'cannot read the image {os.fspath(x)}: {e}. Restore or remove that file') from e
+        raise unreadable(os.fspath(x), e) from e
 
 # %% ../../nbs/vision/06_augment.ipynb #3b0a4ceb
 def _tensor(x):

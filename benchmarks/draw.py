@@ -1,0 +1,160 @@
+"""What it costs to draw a batch of images: decoding alone, and whole loaders beside fastai's.
+
+    pip install 'fastbench[jpeg]'
+    python benchmarks/draw.py decode
+    python benchmarks/draw.py loader
+
+JPEGs of about 400x350 pixels and 78 KB, made from the two photographs that come with scikit-learn. Everything in one process, in turns, there and back (`fastbench.compare.paired.time_rounds`); a ratio is the median of the rounds' ratios, with their quartiles.
+
+decode: one thread. Bar: decoding and resizing to 128 pixels runs at 0.85 or more of the rate of a bare decode at half size, the fastest that is installed; and the mean difference from Pillow's bilinear result is at most 5/255.
+loader: an epoch with 2 threads, beside an epoch of fastai's loader with 2 worker processes. Bar: 4 times as fast, with fastai's default augmentation (`aug_transforms`) and without. Two crops are shown: `Resize`, for which every image can be halved,
+and `RandomResizedCrop`, for which only the larger crops can. The batch transforms are the same on both sides, so `aug_transforms` itself is the limit where it is used: its share is printed.
+"""
+import argparse
+import io
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from statistics import median, quantiles
+
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # per core
+warnings.filterwarnings('ignore')
+
+import numpy as np
+import torch
+from fastai.data.block import CategoryBlock, DataBlock
+from fastai.data.transforms import RandomSplitter, get_image_files, parent_label
+from fastai.torch_core import set_seed
+from fastai.vision.augment import RandomResizedCrop, Resize, aug_transforms
+from fastai.vision.core import imagenet_stats
+from fastai.data.transforms import Normalize
+from fastai.vision.data import ImageBlock
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+from fastbench.compare.paired import time_rounds
+from fastbench.draw.crop import Crop, cut
+from fastbench.draw.decode import decoders, read_header
+from fastbench.draw.fast import fast_images
+from fastbench.draw.fastest import choose_decoder
+
+SIDE = 128
+
+
+def jpeg(photos, seed, size=(400, 350), least=76_000):
+    "A piece of a photograph at the lowest quality at which it has about 78 KB"
+    rng, im = np.random.default_rng(seed), photos[seed % len(photos)]
+    w, h = size
+    k, x, y = .7 + .3*rng.random(), *rng.random(2)
+    k = k*min(im.width/w, im.height/h)
+    x, y = x*(im.width - w*k), y*(im.height - h*k)
+    im = im.resize(size, Image.Resampling.BICUBIC, box=(x, y, x + w*k, y + h*k))
+    for quality in (88, 91, 93, 95, 96, 97, 98):
+        f = io.BytesIO()
+        im.save(f, 'JPEG', quality=quality)
+        if f.tell() >= least: break
+    return f.getvalue()
+
+
+def jpegs(n):
+    photos = [Image.fromarray(o) for o in load_sample_images().images]
+    return [jpeg(photos, i) for i in range(n)]
+
+
+def ratio(times, a, b):
+    "How many times as fast b is: median and quartiles"
+    all = [x/y for x, y in zip(times[a], times[b])]
+    return median(all), quantiles(all, n=4)
+
+
+def verdict(name, found, bar, unit='times'):
+    got, (lo, _, hi) = found
+    print(f'{name}: {got:.2f} {unit}, bar {bar}: {"reached" if got >= bar else "MISSED"} (quartiles {lo:.2f} to {hi:.2f})', flush=True)
+    return got >= bar
+
+
+def per_second(times, n): return {k: round(n/median(v)) for k, v in times.items()}
+
+
+def bench_decode(args):
+    data, choice = jpegs(args.images), choose_decoder(again=True)
+    heads, out = [read_header(o) for o in data], np.empty((3, SIDE, SIDE), 'uint8')
+    print(f'{len(data)} JPEGs of {np.mean([o.width for o in heads]):.0f}x{np.mean([o.height for o in heads]):.0f} and {np.mean([len(o) for o in data])/1e3:.0f} KB; decoder: {choice}')
+    whole = Crop((SIDE, SIDE), (0, 0, 400, 350))
+    def bare(name):
+        def run():
+            for o in data: decoders[name].decode(o, 2, False)
+        return run
+    def ours():
+        for o in data: cut(o, read_header(o), whole, out, choice.decoder)
+    def pillow():
+        for o in data: np.asarray(Image.open(io.BytesIO(o)).convert('RGB').resize((SIDE, SIDE), Image.Resampling.BILINEAR))
+    scaled = [o.name for o in decoders.values() if 2 in o.divisors and not o.missing()]
+    times = time_rounds({**{f'bare {o}': bare(o) for o in scaled}, 'ours': ours, 'Pillow': pillow}, args.rounds)
+    print('images a second:', per_second(times, len(data)))
+    fastest = min((o for o in times if o.startswith('bare')), key=lambda o: median(times[o]))
+    ok = verdict(f'decode and resize to {SIDE} px against {fastest}', ratio(times, fastest, 'ours'), .85)
+    far = []
+    for o, h in zip(data, heads):
+        cut(o, h, whole, out, choice.decoder)
+        want = np.asarray(Image.open(io.BytesIO(o)).convert('RGB').resize((SIDE, SIDE), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+        far.append(np.abs(out.astype(int) - want).mean())
+    print(f'mean difference from Pillow: {np.mean(far):.2f} of 255, of the farthest image {max(far):.2f}, bar 5: {"reached" if max(far) <= 5 else "MISSED"}')
+    return ok and max(far) <= 5
+
+
+def folder_of(data, path):
+    for i, o in enumerate(data):
+        fn = Path(path)/f'kind{i % 10}'/f'{i:05}.jpg'
+        fn.parent.mkdir(exist_ok=True)
+        fn.write_bytes(o)
+    return path
+
+
+def make(path, crop, aug, workers, bs=64):
+    set_seed(1)
+    block = DataBlock(blocks=(ImageBlock, CategoryBlock), get_items=get_image_files, get_y=parent_label, splitter=RandomSplitter(.1, seed=1), item_tfms=crop,
+                      batch_tfms=[*(aug_transforms() if aug else []), Normalize.from_stats(*imagenet_stats)])
+    return block.dataloaders(path, bs=bs, num_workers=workers, device=torch.device('cpu'))
+
+
+def drained(dl):
+    def run():
+        for b in dl: pass
+    return run
+
+
+def bench_loader(args):
+    ok = True
+    with tempfile.TemporaryDirectory() as tmp:
+        path = folder_of(jpegs(args.images), tmp)
+        for name, crop in (('Resize', Resize(SIDE)), ('RandomResizedCrop(min_scale=.35)', RandomResizedCrop(SIDE, min_scale=.35))):
+            for aug in (False, True):
+                dls = make(path, crop, aug, args.workers)
+                fast = fast_images(dls, threads=args.workers)
+                n, batches = len(dls.train)*dls.train.bs, list(make(path, crop, False, 0).train) if aug else []
+                work = dict(fastai=drained(dls.train), ours=drained(fast.train))
+                if aug: work['aug_transforms alone'] = lambda: [fast.train.after_batch(tuple((b[0]*255).byte() if i == 0 else o for i, o in enumerate(b))) for b in batches]
+                times = time_rounds(work, args.rounds)
+                what = f'{name}, {"with aug_transforms" if aug else "without augmentation"}'
+                print(f'{what}: images a second:', per_second(times, n))
+                ok &= verdict(f'{what}, {args.workers} threads against fastai with {args.workers} workers', ratio(times, 'fastai', 'ours'), 4)
+    return ok
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('part', choices=['decode', 'loader'])
+    parser.add_argument('--images', type=int, help='default: 64 to decode, 640 to load')
+    parser.add_argument('--rounds', type=int, help='default: 15 to decode, 4 to load')
+    parser.add_argument('--workers', type=int, default=2, help='worker processes of fastai, threads of ours')
+    args = parser.parse_args()
+    first = args.part == 'decode'
+    args.images, args.rounds = args.images or (64 if first else 640), args.rounds or (15 if first else 4)
+    torch.set_num_threads(1)
+    sys.exit(0 if (bench_decode if first else bench_loader)(args) else 1)
+
+
+if __name__ == '__main__': main()

@@ -1,0 +1,491 @@
+"The loader with threads: fastai's own crops and order, whatever happens to the epoch; and `fast_images` of any plain pipeline, or one line that says why not"
+import pickle
+import random
+import threading
+import time
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from fastai.callback.core import CancelFitException, Callback
+from fastai.data.all import (CategoryBlock, ColReader, DataBlock, DataLoaders, Datasets, MultiCategoryBlock, Normalize, RandomSplitter, RegressionBlock, ToTensor,
+                             get_image_files, parent_label)
+from fastai.callback.data import WeightedDL
+from fastai.data.core import TfmdDL
+from fastai.data.transforms import Categorize
+from fastai.learner import Learner
+from fastai.torch_core import TensorImage, TensorImageBW, set_seed
+from fastai.vision.all import (CropPad, FlipItem, ImageBlock, ImageDataLoaders, MaskBlock, PILImage, PILImageBW, PointBlock, RandomCrop, RandomResizedCrop, Resize, ResizeMethod,
+                               imagenet_stats)
+from fasttransform import ItemTransform, Pipeline, Transform
+from PIL import Image
+from scipy.stats import ks_2samp
+
+from fastbench.draw.crop import CannotPlan, Crop, CropPlan, cut, cut_pixels, pick_divisor
+from fastbench.draw.decode import CorruptImage, decoders, read_header
+from fastbench.draw.fast import fast_images, why_not_fast
+from fastbench.draw.loader import PoolDL
+from fastbench.draw.pool import StuckWorker, Threads, in_threads
+from fastbench.draw.seeded import SeededDL
+from fastbench.errors import UserError
+from test_decode import photo, saved
+
+N = 37
+
+
+def one_line(e): assert '\n' not in str(e.value), str(e.value); return str(e.value)
+def threads(): return [o for o in threading.enumerate() if o.name.startswith('fastbench-draw')]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left():
+    yield
+    until = time.monotonic() + 3
+    while threads() and time.monotonic() < until: time.sleep(.01)
+    assert not threads()
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    "Pictures of several sizes and formats in three classes"
+    root = tmp_path_factory.mktemp('pictures')
+    for i in range(N):
+        fn = root/'abc'[i % 3]/f'{i:02}.{"png" if i % 7 == 0 else "jpg"}'
+        fn.parent.mkdir(exist_ok=True)
+        im = photo(90 + 7*i, 160 - 3*i, seed=i)
+        fn.write_bytes(saved(im.convert('L') if i == 5 else im, 'PNG' if i % 7 == 0 else 'JPEG'))
+    return root
+
+
+def block(item_tfms, blocks=(ImageBlock, CategoryBlock), get_y=parent_label, **kwargs):
+    return DataBlock(blocks=blocks, get_items=get_image_files, get_y=get_y, splitter=RandomSplitter(.3, seed=1), item_tfms=item_tfms, **kwargs)
+
+
+def loaders(folder, item_tfms=None, bs=5, **kwargs):
+    set_seed(1)
+    return block(item_tfms or Resize(32), **kwargs).dataloaders(folder, bs=bs, num_workers=0, device=torch.device('cpu'))
+
+
+def seeded(folder, cls=SeededDL, tfms=None, seed=3, part=0, cls_image=PILImage, **kwargs):
+    files = sorted(get_image_files(folder))
+    dsets = Datasets(files, [[cls_image.create], [parent_label, Categorize(['a', 'b', 'c'])]], splits=[list(range(25)), list(range(25, N))])
+    kwargs = dict(bs=4, shuffle=not part, drop_last=not part, num_workers=0, seed=seed, after_item=tfms or [RandomResizedCrop(32), FlipItem(), ToTensor()]) | kwargs
+    return cls(dsets.subset(part), **kwargs)
+
+
+def same(a, b): return len(a) == len(b) and all(len(x) == len(y) and all(type(o) is type(p) and o.equal(p) for o, p in zip(x, y)) for x, y in zip(a, b))
+
+
+# Crops
+
+TFMS = dict(rrc=lambda: [RandomResizedCrop(32)], rrc_scale=lambda: [RandomResizedCrop((24, 40), min_scale=.35, ratio=(.5, 2)), FlipItem()], rrc_never=lambda: [RandomResizedCrop(32, ratio=(9, 10)), FlipItem(1.)],
+            rrc_no_extra=lambda: [RandomResizedCrop(32, val_xtra=0)], resize=lambda: [Resize(32), FlipItem()], wide=lambda: [Resize((24, 48))], squish=lambda: [Resize(32, ResizeMethod.Squish), FlipItem()],
+            pad=lambda: [Resize(32, ResizeMethod.Pad, pad_mode='zeros'), FlipItem()], pad_reflect=lambda: [Resize((48, 24), ResizeMethod.Pad)], pad_border=lambda: [Resize(32, 'pad', pad_mode='border')],
+            then_crop=lambda: [Resize(40), RandomCrop(32), FlipItem()], then_crop_wide=lambda: [FlipItem(), RandomResizedCrop(40), RandomCrop((16, 32))], flip_after=lambda: [Resize(32), After()], bicubic=lambda: [Resize(32, resamples=(3, 0))],
+            nearest=lambda: [Resize(32, resamples=(0, 0))])
+
+
+def After():
+    f = FlipItem()
+    f.order = 2
+    return f
+
+
+@pytest.mark.parametrize('split_idx', [0, 1, None])
+@pytest.mark.parametrize('kind', TFMS)
+@pytest.mark.parametrize('size', [(101, 75), (75, 101), (300, 33), (40, 40), (17, 9)], ids=str)
+def test_a_crop_is_fastais(kind, size, split_idx):
+    data = saved(photo(*size), quality=92)
+    pipe = Pipeline([*TFMS[kind](), ToTensor()], split_idx=split_idx)
+    plan = CropPlan(pipe.fs, split_idx)
+    for seed in range(4):
+        random.seed(seed)
+        want = pipe(PILImage.create(data)).numpy().astype(int)
+        rng = random.Random(seed)
+        c = plan.draw(*size, rng)
+        assert rng.getstate() == random.getstate()  # no number more or less
+        assert c.shape == plan.shape == want.shape[1:]
+        for name, exact in (('pillow', True), ('pillow', False), ('pillow-scaled', False)):
+            out = np.full(want.shape, 99, 'uint8')
+            cut(data, read_header(data), c, out, decoders[name], exact)
+            if exact: assert np.array_equal(out, want)
+            assert np.abs(out - want).mean() <= (5 if min(size) > 30 else 12), (c, name)
+
+
+@pytest.mark.parametrize('name', [o.name for o in decoders.values() if not o.missing() and o.formats])
+def test_the_picture_stays_within_the_tolerance(name):
+    "At 400x350 to 128 pixels, the tolerance that is promised"
+    for seed in range(6):
+        im = photo(400, 350, seed)
+        noisy = Image.fromarray((np.asarray(im) + np.random.default_rng(seed).normal(0, 12, (350, 400, 1))).clip(0, 255).astype('uint8'))
+        data, plan = saved(noisy, quality=93), CropPlan(Pipeline([RandomResizedCrop(128, min_scale=.35), FlipItem(), ToTensor()]).fs, 0)
+        for i in range(5):
+            c, a, b = plan.draw(400, 350, random.Random(i)), *np.empty((2, 3, 128, 128), 'uint8')
+            cut(data, read_header(data), c, a, exact=True)
+            cut(data, read_header(data), c, b, decoders[name])
+            assert np.abs(a.astype(int) - b).mean() <= 5
+
+
+@pytest.mark.parametrize('w', range(1, 34))
+def test_divided_sizes_are_told_from_each_other(w):
+    "A decoder may divide by less than it was asked to: the size of the result says by how much"
+    full = np.repeat(np.repeat(np.arange(w, dtype='uint8')[None, :, None]*7, 40, 0), 3, 2)
+    for d in (1, 2, 4, 8):
+        x, out = full[::d, ::d], np.empty((3, 1, 1), 'uint8')
+        cut_pixels(np.ascontiguousarray(x), Crop((1, 1), (0, 0, w, 40)), (w, 40), out)
+        assert abs(int(out[0, 0, 0]) - x[0, :, 0].mean()) < 2
+
+
+def test_divisors():
+    def d(box, size): return pick_divisor(Crop((size, size), box), (400, 350))
+    assert [d((0, 0, 400, 350), o) for o in (351, 175, 176, 87, 44, 43, 10)] == [1, 2, 1, 4, 4, 8, 8] and d((-50, 0, 450, 350), 128) == 1
+
+
+class Odd(RandomResizedCrop): pass
+class Blur(ItemTransform):
+    def encodes(self, o): return o
+
+
+@pytest.mark.parametrize('tfms, why', [([Odd(32)], 'Odd has to see'), ([Resize(32), Blur()], 'Blur has to see'), ([], 'sizes of their own'), ([FlipItem()], 'sizes of their own'), ([Resize(40), CropPad(32)], 'CropPad has to see'),
+                                       ([Resize(40), RandomResizedCrop(32)], 'twice'), ([Resize(24), RandomCrop(32)], 'larger than')], ids=str)
+def test_what_cannot_be_planned_is_named(tfms, why):
+    with pytest.raises(CannotPlan, match=why) as e: CropPlan(Pipeline([*tfms, ToTensor()]).fs)
+    assert one_line(e)
+    with pytest.raises(CannotPlan, match='ToTensor'): CropPlan(Pipeline([Resize(32)]).fs)
+
+
+# The loader
+
+@pytest.mark.parametrize('part', [0, 1])
+@pytest.mark.parametrize('image', [PILImage, PILImageBW])
+def test_batches_are_fastais_exactly(folder, part, image):
+    want = [list(seeded(folder, part=part, cls_image=image)) for _ in range(2)]
+    dl = seeded(folder, partial(PoolDL, threads=2, exact=True), part=part, cls_image=image)
+    assert same(want[0], list(dl)) and type(want[0][0][0]) is (TensorImage if image is PILImage else TensorImageBW)
+    again = seeded(folder, part=part, cls_image=image)
+    for _ in range(3): assert len(list(again)) == len(want[0])  # epochs go on alike
+    for _ in range(2): list(dl)
+    assert same(list(again), list(dl))
+
+
+@pytest.mark.parametrize('n', [1, 2, 5])
+def test_threads_do_not_matter(folder, n):
+    make = partial(seeded, folder, cls=PoolDL)
+    def epochs(**kwargs):
+        dl = make(**kwargs)
+        return [b for _ in range(2) for b in dl]
+    assert same(epochs(threads=0), epochs(threads=n)) and not same(epochs(threads=n), epochs(threads=n, seed=4))
+    dl = make(threads=n)
+    random.seed(7)
+    state = random.getstate()
+    list(dl)
+    assert random.getstate() == state
+
+
+def test_the_order_without_a_seed_is_fastais(folder):
+    dls = loaders(folder)
+    new = fast_images(dls, threads=2)
+    for _ in range(3): assert [y.tolist() for _, y in dls.train] == [y.tolist() for _, y in new.train]
+    a, b = (list(fast_images(loaders(folder, RandomResizedCrop(32)), threads=n).train) for n in (0, 3))
+    assert same(a, b)  # `set_seed` is enough
+    def order():
+        set_seed(5)
+        dl = PoolDL(dls.train_ds, bs=5, shuffle=True, after_item=list(dls.train.after_item.fs), threads=0)
+        return [y.tolist() for _, y in dl]
+    assert order() == order()
+
+
+def test_semantics_of_a_loader(folder):
+    dl = seeded(folder, partial(PoolDL, threads=2))
+    assert len(dl) == len(list(dl)) == 6
+    assert [len(x) for x, _ in dl.new(drop_last=False, shuffle=False)] == [4]*6 + [1]
+    few = dl.new(n=9, drop_last=False)
+    assert isinstance(few, PoolDL) and (few.threads, few.seed) == (2, 3) and sum(len(x) for x, _ in few) == 9
+    own = dl.new(get_idxs=lambda: [5]*4 + [6]*4, shuffle=False)
+    assert [y.unique().numel() for _, y in own] == [1, 1]
+    x, y = dl.one_batch()
+    assert x.shape == (4, 3, 32, 32) and not threads()
+    assert dl.new(bs=3).one_batch()[0].shape[0] == 3
+    dl.show_batch(max_n=2)
+    with pytest.raises(UserError): list(dl.new(after_item=[Blur(), ToTensor()]))
+
+
+def test_nothing_is_begun_beyond_one_batch(folder):
+    seen = []
+    class Told(PoolDL):
+        def _item_into(self, made, row, i, *args):
+            seen.append(i)
+            return super()._item_into(made, row, i, *args)
+    dl = seeded(folder, partial(Told, threads=2))
+    dl.one_batch()
+    assert len(seen) == 4
+    del seen[:]
+    it = iter(dl)
+    next(it)
+    time.sleep(.5)
+    assert 4 < len(seen) <= 4*(1 + dl.prefetch)  # bounded
+    del it
+
+
+def test_pickled(folder):
+    dl = seeded(folder, partial(PoolDL, threads=2))
+    other = pickle.loads(pickle.dumps(dl))
+    assert same(list(dl), list(other))
+
+
+def test_test_sets_and_images_in_memory(folder):
+    dls = fast_images(loaders(folder, RandomResizedCrop(32)), threads=2, exact=True)
+    files = get_image_files(folder)[:7]
+    old = loaders(folder, RandomResizedCrop(32))
+    for items in (files, [str(o) for o in files], [PILImage.create(o) for o in files], [np.asarray(PILImage.create(o)) for o in files]):
+        a, b = list(old.test_dl(items)), list(dls.test_dl(items))
+        assert type(dls.test_dl(items)) is PoolDL and same(a, b)
+    a, b = (list(o.test_dl(files, with_labels=True)) for o in (old, dls))
+    assert same(a, b)
+
+
+# What interrupts an epoch
+
+def spoiled(folder, tmp_path, n=1):
+    import shutil
+    shutil.copytree(folder, tmp_path/'p')
+    files = sorted((tmp_path/'p').rglob('*.jpg'))[:n]
+    for o in files: o.write_bytes(o.read_bytes()[:400])
+    return tmp_path/'p', files
+
+
+@pytest.mark.parametrize('n', [0, 2])
+def test_a_file_that_cannot_be_read_is_named(folder, tmp_path, n):
+    path, (bad,) = spoiled(folder, tmp_path)
+    dl = seeded(path, partial(PoolDL, threads=n), shuffle=False)
+    with pytest.raises(CorruptImage) as e: list(dl)
+    assert str(bad) in one_line(e)
+    bad.unlink()
+    with pytest.raises(CorruptImage, match='No such file') as e: list(dl)
+    assert str(bad) in one_line(e)
+
+
+def test_batches_before_an_error_come_first(folder, tmp_path):
+    path, files = spoiled(folder, tmp_path)
+    dl, seen = seeded(path, partial(PoolDL, threads=3), shuffle=False, drop_last=False), 0
+    bad = sorted(get_image_files(path)).index(files[0])
+    dl = dl.new(get_idxs=lambda: [i for i in range(25) if i != bad] + [bad])
+    with pytest.raises(CorruptImage):
+        for b in dl: seen += 1
+    assert seen == 6
+
+
+def test_left_out_where_that_was_asked_for(folder, tmp_path):
+    path, bad = spoiled(folder, tmp_path, 2)
+    dl = seeded(path, partial(PoolDL, threads=2, skip_bad=True), shuffle=False, drop_last=False)
+    with pytest.warns(UserWarning, match='left out 2 of 25 images: cannot read the image .*runcated'): got = list(dl)
+    assert sum(len(x) for x, _ in got) == 23 and sorted(dl.skipped) == [str(o) for o in bad] and all(len(x) == len(y) for x, y in got)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')  # told once
+        list(dl)
+
+
+def test_an_error_of_a_target_is_its_own(folder):
+    def label(o): raise KeyError('no such label')
+    dls = loaders(folder)
+    dl = fast_images(dls, threads=2).train
+    dl.dataset.tls[1].tfms = Pipeline([label])
+    with pytest.raises(KeyError, match='no such label'): list(dl)
+
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt, ValueError, CancelFitException])
+def test_a_loop_that_is_left(folder, error):
+    dl = seeded(folder, partial(PoolDL, threads=2))
+    with pytest.raises(error):
+        for i, b in enumerate(dl):
+            if i == 1: raise error
+    for b in dl: break
+    assert len(list(dl)) == 6
+
+
+def test_fits(folder):
+    class Stop(Callback):
+        def __init__(self, error): self.error = error
+        def after_batch(self):
+            if self.iter == 2: raise self.error
+    dls = fast_images(loaders(folder), threads=2)
+    learn = Learner(dls, torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 3)), loss_func=torch.nn.CrossEntropyLoss())
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1, cbs=Stop(CancelFitException()))
+        assert not threads()
+        for o in (KeyboardInterrupt(), ValueError('x')):
+            with pytest.raises(type(o)): learn.fit(1, cbs=Stop(o))
+        learn.fit(2)
+        assert len(learn.recorder.values) == 2 and learn.get_preds()[0].shape == (len(dls.valid_ds), 3)
+
+
+def test_a_thread_that_hangs_is_named_with_its_place(folder):
+    release = threading.Event()
+    def slow(o):
+        if at and o == at[0]: release.wait(20)
+        return parent_label(o)
+    at = []
+    dls = loaders(folder, get_y=slow)
+    dls = DataLoaders(dls.train.new(shuffle=False), dls.valid)
+    dl = fast_images(dls, threads=2, item_timeout=.4).train
+    at.append(dls.train_ds.items[8])
+    start = time.monotonic()
+    try:
+        with pytest.raises(StuckWorker, match=at[0].name + r' for .* slow \(test_draw_loader.py:\d+\)') as e: list(dl)
+        assert one_line(e) and time.monotonic() - start < 10
+    finally: release.set()
+
+
+def test_a_slow_item_is_no_hung_one():
+    def work(made, i): time.sleep(.3)
+    assert len(list(in_threads([([], [1]), ([], [2])], work, n=1, timeout=5))) == 2
+    assert len(list(in_threads([([], [1, 2])], work, n=1, timeout=0))) == 1
+
+
+def test_threads_of_a_hung_pool_do_not_hold_up_its_end():
+    pool, release = Threads(1), threading.Event()
+    pool.tasks.put(lambda me: release.wait(20))
+    start = time.monotonic()
+    pool.close(wait=.2)
+    assert time.monotonic() - start < 5
+    release.set()
+
+
+# Several ranks
+
+def test_ranks_share_it(folder, monkeypatch):
+    from fastai.distributed import DistributedDL
+    from fastbench.train.ranks import RankDL
+    for kind in (DistributedDL, RankDL):
+        monkeypatch.setattr(kind, '_broadcast', lambda self, t, rank: t)
+        whole = [b for b in seeded(folder, partial(PoolDL, threads=0, exact=True), shuffle=True, drop_last=False)]
+        parts = [list(kind(seeded(folder, partial(PoolDL, threads=2, exact=True), drop_last=False), rank=r, world_size=2)) for r in (0, 1)]
+        rows = torch.cat([x for p in parts for x, _ in p])
+        assert torch.cat([x for x, _ in whole]).equal(rows[:25]) and len(rows) == 26
+
+
+# fast_images
+
+def table(folder):
+    import pandas as pd
+    files = sorted(get_image_files(folder))
+    return pd.DataFrame(dict(file=[str(o) for o in files], tags=['a b' if i % 2 else 'b' for i in range(len(files))], age=[float(i) for i in range(len(files))]))
+
+
+def from_table(folder, blocks, cols, **kwargs):
+    set_seed(1)
+    block = DataBlock(blocks=blocks, get_x=ColReader('file'), get_y=cols, splitter=RandomSplitter(.3, seed=1), item_tfms=Resize(32), **kwargs)
+    return block.dataloaders(table(folder), bs=5, num_workers=0, device=torch.device('cpu'))
+
+
+def vision(folder, **kwargs):
+    from fastbench.vision.data import vision_dls
+    return vision_dls(str(folder), size=32, bs=5, workers=0, device='cpu', valid=.3, **kwargs)
+
+
+SETS = dict(block=lambda f: loaders(f, [RandomResizedCrop(32), FlipItem()], batch_tfms=Normalize.from_stats(*imagenet_stats, cuda=False)),
+            from_folder=lambda f: ImageDataLoaders.from_folder(f, valid_pct=.3, seed=1, item_tfms=Resize(32), bs=5, num_workers=0, device='cpu'),
+            from_name=lambda f: ImageDataLoaders.from_path_func(f, get_image_files(f), parent_label, item_tfms=Resize(32, 'pad'), bs=5, num_workers=0, device='cpu'),
+            from_df=lambda f: ImageDataLoaders.from_df(table(f), path='/', fn_col='file', label_col='tags', label_delim=' ', item_tfms=Resize(32), bs=5, num_workers=0, device='cpu'),
+            multi=lambda f: from_table(f, (ImageBlock, MultiCategoryBlock), ColReader('tags', label_delim=' ')), regression=lambda f: from_table(f, (ImageBlock, RegressionBlock), ColReader('age')),
+            two_targets=lambda f: from_table(f, (ImageBlock, RegressionBlock, MultiCategoryBlock), [ColReader('age'), ColReader('tags', label_delim=' ')], n_inp=1),
+            gray=lambda f: loaders(f, blocks=(ImageBlock(PILImageBW), CategoryBlock)), vision=vision, vision_crop=partial(vision, min_scale=.3, flip=.5))
+
+
+@pytest.mark.parametrize('kind', SETS)
+def test_same_items_order_labels_and_pixels(folder, kind):
+    old = SETS[kind](folder)
+    new, near = (fast_images(old, threads=2, exact=o) for o in (True, False))
+    assert type(new) is type(old) and new.vocab == old.vocab if hasattr(old, 'vocab') else True
+    assert [o.after_batch.fs == p.after_batch.fs for o, p in zip(old.loaders, new.loaders)] == [True]*2 and (new.path, torch.device(new.device)) == (old.path, torch.device(old.device))
+    a, b, c = (list(o.valid) for o in (old, new, near))
+    assert same(a, b) and all(same([x[1:]], [y[1:]]) for x, y in zip(a, c))
+    scale = 255*(.225 if any(isinstance(o, Normalize) for o in old.valid.after_batch.fs) else 1)
+    assert max((x[0] - y[0]).abs().mean().item()*scale for x, y in zip(a, c)) <= 5
+    a, b = (list(o.train) for o in (old, new))
+    assert same([x[1:] for x in a], [y[1:] for y in b]) and [[type(o) for o in x] for x in a] == [[type(o) for o in x] for x in b]
+    if isinstance(old.train, SeededDL): assert same(a, b)
+
+
+def test_crops_have_fastais_distribution(folder, monkeypatch):
+    "Without a seed the crops differ, and are distributed alike: scale, ratio, position, mirrored"
+    seen = []
+    old = loaders(folder, [RandomResizedCrop(32, min_scale=.2), FlipItem()], bs=5)
+    draw, before = CropPlan.draw, RandomResizedCrop.before_call
+    def told(self, w, h, rng):
+        c = draw(self, w, h, rng)
+        if (w, h) != (1000, 1000): seen.append((c.box, w, h, c.mirrored))
+        return c
+    monkeypatch.setattr(CropPlan, 'draw', told)
+    new = fast_images(old, threads=2).train
+    for _ in range(40): list(new)
+    ours, seen = seen, []
+    tfm, flip = RandomResizedCrop(32, min_scale=.2), FlipItem()
+    random.seed(0)
+    for _, w, h, _ in ours:
+        flip.before_call(None, 0)
+        tfm.before_call(Image.new('L', (w, h)), 0)
+        (l, t), (cw, ch) = tfm.tl, tfm.cp_size
+        seen.append(((l, t, l+cw, t+ch), w, h, flip.do))
+    assert len(ours) > 900
+    def scale(box, w, h): return (box[2]-box[0])*(box[3]-box[1])/(w*h)
+    def aspect(box, w, h): return (box[2]-box[0])/(box[3]-box[1])
+    def x(box, w, h): return box[0]/max(1, w-box[2]+box[0])
+    def y(box, w, h): return box[1]/max(1, h-box[3]+box[1])
+    for f in (scale, aspect, x, y): assert ks_2samp(*([f(*o[:3]) for o in part] for part in (ours, seen))).pvalue > .01, f.__name__
+    assert abs(np.mean([o[3] for o in ours]) - .5) < .06
+    assert ks_2samp([scale(*o[:3])**2 for o in ours], [scale(*o[:3]) for o in seen]).pvalue < .01  # the test can tell
+
+
+def noisy(o): return o
+
+
+class Shown(PILImage):
+    @classmethod
+    def create(cls, fn, **kwargs): return super().create(fn, **kwargs)
+
+
+REFUSED = dict(transform=(lambda f: loaders(f, [Resize(32), Blur()]), 'Blur has to see each image'), subclass=(lambda f: loaders(f, Odd(32)), 'Odd has to see'),
+               no_resize=(lambda f: block(None).dataloaders(f, bs=1, num_workers=0, device='cpu'), 'keep sizes of their own'),
+               mask=(lambda f: loaders(f, blocks=(ImageBlock, MaskBlock), get_y=noisy), 'AddMaskCodes has to see|PILMask, which has to be|has 2 images'),
+               points=(lambda f: loaders(f, blocks=(ImageBlock, PointBlock), get_y=lambda o: [[1., 1.]]), 'PointScaler has to see|TensorPoint, which has to be cropped'), two_images=(lambda f: loaders(f, blocks=(ImageBlock, ImageBlock), get_y=noisy), 'has 2 images'),
+               own_image=(lambda f: loaders(f, blocks=(ImageBlock(Shown), CategoryBlock)), 'has no images that PILImage.create opens'),
+               loader=(lambda f: DataLoaders(WeightedDL(loaders(f).train_ds, wgts=[1]*26, bs=5, num_workers=0, after_item=[Resize(32), ToTensor()])), 'a WeightedDL, which makes its batches'),
+               own_method=(lambda f: DataLoaders(loaders(f).train.new(create_batch=noisy)), 'given a create_batch'), before_batch=(lambda f: DataLoaders(loaders(f).train.new(before_batch=[noisy])), 'noisy has to see'),
+               not_datasets=(lambda f: DataLoaders(TfmdDL(list(range(9)), bs=3, num_workers=0)), 'a list, not from a Datasets'))
+
+
+@pytest.mark.parametrize('kind', REFUSED)
+def test_what_cannot_be_made_fast_says_why(folder, kind):
+    make, why = REFUSED[kind]
+    with pytest.raises(UserError, match=f'the training data cannot be drawn by threads: .*({why})') as e: fast_images(make(folder))
+    assert one_line(e)
+
+
+def test_fast_images_can_be_called_twice(folder):
+    dls = loaders(folder)
+    one = fast_images(dls, threads=2)
+    two = fast_images(one, threads=1, exact=True)
+    assert two.train.threads == 1 and two.train.exact and not why_not_fast(two.train) and 'exact' in two.fast
+    assert [y.tolist() for _, y in one.train] == [y.tolist() for _, y in two.train]
+
+
+def test_learner(folder, monkeypatch):
+    import fastbench.all  # noqa: F401
+    dls = loaders(folder)
+    learn = Learner(dls, torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 3)), loss_func=torch.nn.CrossEntropyLoss())
+    assert learn.fast_images(threads=2) is learn and isinstance(learn.dls.train, PoolDL)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
+        assert len(learn.predict(get_image_files(folder)[0])[2]) == 3
+        learn.export(folder/'x.pkl')
+    with pytest.raises(UserError, match="did you mean 'simplejpeg'"): learn.fast_images(decoder='simplejpg')
+
+
+def test_targets_that_are_transforms_of_their_own(folder):
+    class Twice(Transform):
+        def encodes(self, o): return o*2
+    dls = from_table(folder, (ImageBlock, RegressionBlock), [Pipeline([ColReader('age'), Twice()])])
+    assert same([b[1:] for b in dls.valid], [b[1:] for b in fast_images(dls, threads=2).valid])
