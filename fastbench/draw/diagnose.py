@@ -17,6 +17,7 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import patch
 
+from .fast import fast_images
 from .pace import Metronome, Pace, Repeated, copies_ahead, files_of, forget_files
 from .pace import host_loader, loader_pace, same_order, step_pace, together
 from ..errors import UserError
@@ -42,7 +43,7 @@ def _first_batch(dl):
 def beside(dl # A fastai `DataLoader`
     )->bool:
     "Are batches made beside the training, by workers or threads?"
-    return bool(dl.fake_l.num_workers or getattr(dl, 'n_threads', 0))
+    return bool(dl.fake_l.num_workers or getattr(dl, 'threads', 0))
 
 # %% ../../nbs/draw/45_diagnose.ipynb #1e57399b
 def _steps(learn, dl, each, rounds=2):
@@ -100,6 +101,7 @@ def _with_workers(learn):
     return DataLoaders(*[o.new(num_workers=n) for o in learn.dls.loaders], device=learn.dls.device)
 
 remedies.append(Remedy('a worker for each core', 'num_workers={cores}', _with_workers))
+remedies.append(Remedy('decoding by threads', 'learn.fast_images()', lambda learn: fast_images(learn.dls)))
 
 # %% ../../nbs/draw/45_diagnose.ipynb #63c3a468
 def _expected(learn, dl, each, now, most):
