@@ -174,7 +174,7 @@ def ref(self:Kind)->str: # A name
 def ready(self:Kind): "Refuse what cannot run, before a process is started for it"
 
 @patch
-def short(self:Kind): # A recipe
+def miniature(self:Kind): # A recipe
     "The same in a few seconds, to fill caches"
     return but(self, epochs=1, batches=2)
 

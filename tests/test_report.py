@@ -444,7 +444,7 @@ def test_a_section_is_a_function_in_a_list(monkeypatch):
     monkeypatch.setattr(sections, 'SECTIONS', sections.SECTIONS[:])
     monkeypatch.setattr('fastbench.page.report.SECTIONS', sections.SECTIONS)
     @sections.section('Seeds & such')
-    def seeds(shown): return [h.p(f'{s.mark}: <{s.run.seed}>') for s in shown.all]
+    def seeds(shown): return [h.p(f'{s.label}: <{s.run.seed}>') for s in shown.all]
     @sections.section('Nothing')
     def nothing(shown): return []
     html = report([made(0), made(1)]).html

@@ -178,7 +178,7 @@ def warm_up(self:AB):
     with TemporaryDirectory() as folder:
         for k,r in enumerate(self.recipes):
             with suppress(UserError):
-                self.run[k](r.short(), folder, tell=self.tell)  # it would come again
+                self.run[k](r.miniature(), folder, tell=self.tell)  # it would come again
 
 # %% ../../nbs/compare/06_ab.ipynb #3fda16ea
 @patch

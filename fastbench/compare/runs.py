@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from ..measure.phases import middle
 from ..errors import UserError
 from ..runs.record import when
-from .sides import NotComparable, common, differences, is_intended, load_side, run_values, said
+from .sides import NotComparable, differences, is_intended, load_side, run_values, said, shared_keys
 from ..runs.store import FOLDER
 from ..measure.table import Table, rate, seconds
 from .verdict import (MIN_RUNS, compare_times, effect, family, percent, roughly, shown_above, signed,
@@ -103,7 +103,7 @@ def _compare_row(k, v, va, vb):
 def _compare_rows(a, b, at, paired, threshold, level):
     "A dict a row, the verdicts as of times, and what is not compared"
     va,vb = map(lambda s: [run_values(o) for o in s], (a, b))
-    keys,some,tiny = common(va, vb, at)
+    keys,some,tiny = shared_keys(va, vb, at)
     vs = _judged(va, vb, keys, paired, threshold, level)
     return [_compare_row(k, v, va, vb) for k,v in vs.items()],vs,some,tiny
 

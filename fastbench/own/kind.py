@@ -282,7 +282,7 @@ def story(self:Function, e)->str: # e: what was raised
     return story(self.source, e)
 
 @patch
-def short(self:Function)->Function: # `epochs` only where it has an effect
+def miniature(self:Function)->Function: # `epochs` only where it has an effect
     "The same in a few seconds"
     fewer = dict(epochs=1) if self.epochs is not None or 'epochs' in self.own else {}
     return but(self, batches=2, **fewer) if 'batches' not in self.own else but(self, **fewer)

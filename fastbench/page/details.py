@@ -11,9 +11,9 @@ from statistics import mean
 
 from .charts import (ceiling, curve, peaks_of, plot_accuracy, plot_distribution, plot_memory, plot_phases,
                               plot_timeline, step_means, steps_of)
-from .html import download, file_name, fold, h, short, table
+from .html import download, file_name, fold, h, shortened, table
 from ..measure.palette import series
-from .raw import common, epochs_csv, runs_csv, steps_csv
+from .raw import epochs_csv, runs_csv, shared_fields, steps_csv
 from .sections import Shown, _first_of, _mib, _picture, format_metric, plural, section
 from ..measure.table import Table, rate, seconds
 
@@ -30,7 +30,7 @@ def _most_of(m): return max((a for a in m if a != 'step'), key=m.get, default='n
 def _bars(sides, phase, most=16):
     "Average steps, a bar a Run, or a side"
     alls = [s for side in sides for s in side.timed]
-    if len(alls) <= most: each,note = [(s.mark, step_means(s.phases, phase)) for s in alls],''
+    if len(alls) <= most: each,note = [(s.label, step_means(s.phases, phase)) for s in alls],''
     else:
         each = [(side.letter, _mean_of(side.timed, phase)) for side in sides[:most]]
         left = f', the first {most} of {len(sides)} sides' if len(sides) > most else ''
@@ -80,9 +80,9 @@ def phases(shown:Shown, # What the page is about
     for s,n in filter(all, map(_middle, shown.sides)):
         t,many = Table(s.rows, notes=s.notes),f', the middle of {n} by the time of the fit' if n > 1 else ''
         notes = [o for o in t.lines if not t.verdict or o != t.verdict['text']]
-        inner = [phase_table(t, f'Phases of {s.mark}'), *[h.p(h.bdi(o), cls='note') for o in notes]]
-        if t.verdict: parts.append(h.p(h.span(s.mark, cls='mark'), f"  {t.verdict['text']}"))
-        parts += [fold(f'Phases of {s.mark}{many}', *inner)] if len(shown.sides) > 1 else inner
+        inner = [phase_table(t, f'Phases of {s.label}'), *[h.p(h.bdi(o), cls='note') for o in notes]]
+        if t.verdict: parts.append(h.p(h.span(s.label, cls='label'), f"  {t.verdict['text']}"))
+        parts += [fold(f'Phases of {s.label}{many}', *inner)] if len(shown.sides) > 1 else inner
     return [h.div(pics, cls='pics')]*bool(pics) + parts
 
 # %% ../../nbs/page/04_details.ipynb #1e61fe2e
@@ -98,10 +98,10 @@ _box_says = 'Box: the middle half; line: median; whiskers: 5% to 95%; triangles:
 def _spreads(have, phase, colours, most=24):
     "How long steps take"
     few = have[:most]
-    alt = f'How long steps of {PHASES[phase]} take: ' + '; '.join(f'{s.mark} {_told(s, phase)}' for s in few)
+    alt = f'How long steps of {PHASES[phase]} take: ' + '; '.join(f'{s.label} {_told(s, phase)}' for s in few)
     said = f"{'Histogram of the steps' if len(few) == 1 else _box_says}. Warm-up left out.{_first_of(have, most)}"
     def draw(ax):
-        marks,hues = [s.mark for s in few],[series(colours[s.side]) for s in few]
+        marks,hues = [s.label for s in few],[series(colours[s.side]) for s in few]
         plot_distribution([s.profile for s in few], marks, phase, ax, hues)
     return _picture(draw, 2.3 if len(few) == 1 else 1.1 + .25*len(few), f'd{phase}', alt, said)
 
@@ -112,8 +112,8 @@ def _line(s, phase, colours, points, top):
     more = f'; drawn are the fastest and the slowest of each {-(-2*n//points)}' if n > points else ''
     more += f'; the Run kept one in {stride}' if stride > 1 else ''
     def draw(ax): plot_timeline(s.profile, phase, ax, series(colours[s.side]), points, top)
-    return _picture(draw, 2.1, f't{phase}{s.mark}', f'Time line of {s.mark}: {told}',
-                    h.span(s.mark, cls='mark'), f"  {', '.join(told.split(', ')[:2])}{more}")
+    return _picture(draw, 2.1, f't{phase}{s.label}', f'Time line of {s.label}: {told}',
+                    h.span(s.label, cls='label'), f"  {', '.join(told.split(', ')[:2])}{more}")
 
 # %% ../../nbs/page/04_details.ipynb #0ff9f15b
 _slow = ('A step is slow if it lies above the median by more than 3.5 times what a normal spread explains. '
@@ -147,10 +147,10 @@ def _accuracy(alls, metric, most=60):
     "A metric against the seconds that it took"
     every = [s for s in alls if metric and curve(s.run, metric)]
     if not every: return []
-    have,last = every[:most],{s.mark: curve(s.run, metric)[-1] for s in every[:20]}
+    have,last = every[:most],{s.label: curve(s.run, metric)[-1] for s in every[:20]}
     best = '; '.join(f'{k} {format_metric(v, metric)} after {seconds(at)}' for k,(at,v) in last.items())
     def draw(ax): plot_accuracy([s.run for s in have], metric, [s.side for s in have], ax)
-    return [_picture(draw, 2.5, 'a', f'{short(metric)} against seconds: {best}', h.bdi(short(metric)),
+    return [_picture(draw, 2.5, 'a', f'{shortened(metric)} against seconds: {best}', h.bdi(shortened(metric)),
                      f' after each epoch, against the seconds that it took.{_first_of(every, most)}')]
 
 # %% ../../nbs/page/04_details.ipynb #16ff8450
@@ -159,10 +159,10 @@ def _memory(alls, most=24):
     every = [s for s in alls if s.timed and peaks_of(s.profile)]
     if not every: return []
     have = every[:most]
-    peaks = {s.mark: peaks_of(s.profile) for s in have}
+    peaks = {s.label: peaks_of(s.profile) for s in have}
     alt = 'Peak memory: ' + '; '.join(f"{k} {_mib(o.get('host', 0))}" for k,o in peaks.items())
     hollow = '' if all(o['exact'] for o in peaks.values()) else '; hollow: at least so much'
-    def draw(ax): plot_memory([s.profile for s in have], [s.mark for s in have], ax)
+    def draw(ax): plot_memory([s.profile for s in have], [s.label for s in have], ax)
     return [_picture(draw, 1.05 + .26*len(have), 'm', alt, f'Peak memory{hollow}.{_first_of(every, most)}')]
 
 # %% ../../nbs/page/04_details.ipynb #dd9959ed
@@ -213,7 +213,7 @@ def _fact(side, name, keys):
     if name == 'weights': vs = list(dict.fromkeys(v.split(', seed ')[0] for v in vs))
     if name == 'started': vs = [f'{min(vs)} to {max(vs)}'] if len(vs) > 1 else vs
     vs = [dict(true='yes', false='no').get(v, v) for v in vs]
-    return h.bdi(', '.join(short(v, 160) for v in vs[:6]) + (f' and {len(vs)-6} more' if len(vs) > 6 else ''))
+    return h.bdi(', '.join(shortened(v, 160) for v in vs[:6]) + (f' and {len(vs)-6} more' if len(vs) > 6 else ''))
 
 # %% ../../nbs/page/04_details.ipynb #7a689315
 @section('What ran where')
@@ -230,11 +230,11 @@ def _is_number(v): return isinstance(v, (int, float))
 def _run_line(s, names):
     "A Run in one line"
     r,f = s.run,s.figures
-    return [h.span(s.mark, cls='mark'), h.span(r.status, cls=None if r.status == 'ok' else 'bad'),
+    return [h.span(s.label, cls='label'), h.span(r.status, cls=None if r.status == 'ok' else 'bad'),
             seconds(r.seconds) if r.seconds and r.status != 'diverged' else '', seconds(f.step), rate(f.rate),
             *(format_metric(r.metrics[k], k) if _is_number(r.metrics.get(k)) else '' for k in names),
             '' if r.seed is None else str(r.seed), str(len(r.warnings) or ''),
-            h.bdi(short(r.started, 40)), h.bdi(short(r.id, 120))]
+            h.bdi(shortened(r.started, 40)), h.bdi(shortened(r.id, 120))]
 
 # %% ../../nbs/page/04_details.ipynb #5ca67534
 @section('Runs')
@@ -242,7 +242,7 @@ def runs(shown:Shown, # What the page is about
     )->list: # Elements
     "A line a Run"
     names = list(dict.fromkeys(k for s in shown.all for k,v in s.run.metrics.items() if _is_number(v)))[:6]
-    head = ['Run', 'status', 'fit', 'step', 'samples/s', *(h.bdi(short(k, 24)) for k in names)]
+    head = ['Run', 'status', 'fit', 'step', 'samples/s', *(h.bdi(shortened(k, 24)) for k in names)]
     head += ['seed', 'warnings', 'started', 'id']
     return [table(head, [_run_line(s, names) for s in shown.all], {0, 1, len(head)-2, len(head)-1}, 'Runs')]
 
@@ -253,12 +253,12 @@ def _whole(text, n=4000):
 
 def _fields_in_full(alls):
     "Every field: once what is the same, a column a Run what is not"
-    same,other = common([s.run for s in alls])
+    same,other = shared_fields([s.run for s in alls])
     which = ' that is the same in all Runs' if len(alls) > 1 else ''
     rows = [[_whole(k), *('' if v is None else _whole(v) for v in vs)] for k,vs in other.items()]
     n,name = 1+len(alls),'Fields in which the Runs differ'
     alike = h.dl([x for k,v in same.items() for x in (h.dt(_whole(k)), h.dd(_whole(v)))])
-    differ = table(['field', *(s.mark for s in alls)], rows, n, name, wrap=range(n))
+    differ = table(['field', *(s.label for s in alls)], rows, n, name, wrap=range(n))
     return [fold(f'Every field{which} ({len(same)})', alike)] + [fold(f'{name} ({len(other)})', differ)]*bool(other)
 
 # %% ../../nbs/page/04_details.ipynb #e788d911

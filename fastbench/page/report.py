@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from .. import __version__
 from . import details  # adds its sections to the list
 from .charts import metric_of
-from .html import h, page, short
+from .html import h, page, shortened
 from .raw import seen
 from ..errors import UserError
 from .sections import SECTIONS, Shown, Side, plural
@@ -58,7 +58,7 @@ def _names(self:Report):
     "What the page is called where nobody said it"
     names = list(dict.fromkeys(o for side in self.sides for o in side.about('recipe', 'name')))
     more = f' and {len(names)-3} more' if len(names) > 3 else ''
-    return ', '.join(short(o, 60) for o in names[:3]) + more or 'A report'
+    return ', '.join(shortened(o, 60) for o in names[:3]) + more or 'A report'
 
 @patch
 def _header(self:Report, parts):
@@ -66,8 +66,8 @@ def _header(self:Report, parts):
     began = sorted(r.started[:10] for r in self.runs)
     days = f'{began[0]}' + (f' to {began[-1]}' if began[-1] != began[0] else '')
     nav = h.nav([h.a(name, href=f'#{key}') for key,name,_ in parts], aria_label='Parts of this page')
-    told = plural(len(self.runs), 'Run'),f", {plural(len(self.sides), 'side')} · ",h.bdi(short(days, 40))
-    return h.header(h.h1(h.bdi(short(self.title, 200))), h.p(*told, cls='sub'), nav)
+    told = plural(len(self.runs), 'Run'),f", {plural(len(self.sides), 'side')} · ",h.bdi(shortened(days, 40))
+    return h.header(h.h1(h.bdi(shortened(self.title, 200))), h.p(*told, cls='sub'), nav)
 
 @patch
 def _page(self:Report, parts):
@@ -92,7 +92,7 @@ def save(self:Report, path # A file; an older report is replaced, anything else 
 @patch
 def _repr_html_(self:Report):
     "The page in a frame"
-    return (f'<iframe srcdoc="{escape(self.html)}" sandbox="allow-downloads" title="{escape(short(self.title))}" '
+    return (f'<iframe srcdoc="{escape(self.html)}" sandbox="allow-downloads" title="{escape(shortened(self.title))}" '
             'width="100%" height="700" style="border:0;border-radius:4px"></iframe>')
 
 @patch

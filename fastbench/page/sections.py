@@ -12,7 +12,7 @@ from functools import partial
 from statistics import mean
 
 from ..compare.runs import Compared
-from .html import drawn, fold, h, short, table
+from .html import drawn, fold, h, shortened, table
 from ..errors import UserError
 from ..runs.record import STATUSES
 from ..compare.sides import NotComparable
@@ -23,10 +23,10 @@ class Side:
     "Runs that did the same"
     def __init__(self,
         letter:str, # What to call it
-        all_:list, # `Seen` Runs; each gets its mark
+        all_:list, # `Seen` Runs; each gets its label
     ):
         self.letter,self.all = letter,all_
-        for i,s in enumerate(all_): s.mark,s.side = f'{letter}{i+1}',letter
+        for i,s in enumerate(all_): s.label,s.side = f'{letter}{i+1}',letter
 
     @property
     def runs(self): return [s.run for s in self.all]
@@ -83,7 +83,7 @@ def format_metric(v, # A value of a metric
                   name:str='', # The metric
     )->str:
     "A metric as one reads it"
-    if isinstance(v, bool) or not isinstance(v, (int, float)): return short(v, 24)
+    if isinstance(v, bool) or not isinstance(v, (int, float)): return shortened(v, 24)
     return f'{v:.2%}' if name == 'accuracy' else f'{v:.4g}'
 
 # %% ../../nbs/page/03_sections.ipynb #4df862bf
@@ -117,7 +117,7 @@ def _tags(side):
 def _where(side):
     names = (side.about('precision', 'effective') or side.about('precision', 'asked'), side.about('device', 'name'),
              side.about('data', 'name'), [f'batch {o}' for o in side.about('recipe', 'bs')])
-    return _joined([h.bdi(short(x, 48)) for n in names for x in n[:2]], ' · ')
+    return _joined([h.bdi(shortened(x, 48)) for n in names for x in n[:2]], ' · ')
 
 # %% ../../nbs/page/03_sections.ipynb #7a162928
 def _facts(side, metric):
@@ -137,9 +137,10 @@ def card(side:Side, # Which
          metric:str|None, # What to show beside times
     ): # An element
     "A side at a glance"
-    fit,name,tags = [s.run.seconds for s in side.ok],short((side.about('recipe', 'name') or ['no name'])[0]),_tags(side)
-    facts = [x for k,v in _facts(side, metric) if v for x in (h.dt(h.bdi(short(k, 24))), h.dd(v))]
-    return h.div(h.h3(h.span(side.letter, cls='mark'), '  ', h.bdi(name)), h.p(_where(side), cls='sub'),
+    name = shortened((side.about('recipe', 'name') or ['no name'])[0])
+    fit,tags = [s.run.seconds for s in side.ok],_tags(side)
+    facts = [x for k,v in _facts(side, metric) if v for x in (h.dt(h.bdi(shortened(k, 24))), h.dd(v))]
+    return h.div(h.h3(h.span(side.letter, cls='label'), '  ', h.bdi(name)), h.p(_where(side), cls='sub'),
                  h.p([x for t in tags for x in (t, ' ')]) if tags else None,
                  h.div(seconds(mean(fit)) if fit else 'no timing', cls='big'), h.p(_told_fit(fit, side), cls='note'),
                  h.dl(facts), cls='card')
@@ -164,8 +165,8 @@ def _said(s):
 
 def _ended(s):
     r = s.run
-    why = [' (', h.bdi(short(r.error, 400)), ')'] if r.error else []
-    return h.li(h.strong(f'{s.mark} {r.status}'), f': {STATUSES[r.status]}', why)
+    why = [' (', h.bdi(shortened(r.error, 400)), ')'] if r.error else []
+    return h.li(h.strong(f'{s.label} {r.status}'), f': {STATUSES[r.status]}', why)
 
 def _marks(xs): return f"{', '.join(xs[:8])}{f' and {len(xs)-8} more' if len(xs) > 8 else ''}"
 
@@ -176,9 +177,9 @@ def warnings(shown:Shown, # What the page is about
     "What must be known before a number is believed"
     ended,said = [_ended(s) for s in shown.all if s.run.status != 'ok'],{}
     for s in shown.all:
-        for o in _said(s): said.setdefault(o, []).append(s.mark)
-    told = [h.li(h.bdi(short(t, 600)), f' ({_marks(ms)})') for t,ms in said.items()]
-    told += [h.li(h.bdi(short(o, 600))) for o in shown.notes]
+        for o in _said(s): said.setdefault(o, []).append(s.label)
+    told = [h.li(h.bdi(shortened(t, 600)), f' ({_marks(ms)})') for t,ms in said.items()]
+    told += [h.li(h.bdi(shortened(o, 600))) for o in shown.notes]
     return [h.div(h.ul(ended), cls='say bad')]*bool(ended) + [h.div(h.ul(told), cls='say')]*bool(told)
 
 # %% ../../nbs/page/03_sections.ipynb #ea88d566
@@ -218,7 +219,7 @@ def _refused(e):
     "Why two sides are not compared"
     def side(vs):
         texts = ['none' if v is None else v if isinstance(v, str) else json.dumps(v) for v in vs]
-        return h.bdi(short(', '.join(texts), 200))
+        return h.bdi(shortened(', '.join(texts), 200))
     told = h.p(h.strong('Not comparable. '), 'These fields differ, and nobody said that they are meant to. ',
                h.code('--on FIELD'), ' says so, ', h.code('--anyway'), ' compares all the same.', cls='say')
     rows = [[h.bdi(d['field']), side(d['a']), side(d['b'])] for d in e.differences]

@@ -9,7 +9,7 @@ __all__ = ['hf_configs', 'is_tiny', 'changed_config', 'find_model', 'read_pretra
 from pathlib import Path
 
 from ..machine.download import DataUnavailable
-from ..machine.hub import cached, look_up, short
+from ..machine.hub import cached, first_line, look_up
 from ..errors import UserError, unknown
 from .tokenize import pad_with_end
 
@@ -146,7 +146,7 @@ def find_model(name, # A hub's name or a folder
         return name
     except Exception as e:
         what = 'weights' if weights else 'config'
-        raise DataUnavailable(f'cannot get the {what} of {name}: {short(e)}. {_offline(name)}') from None
+        raise DataUnavailable(f'cannot get the {what} of {name}: {first_line(e)}. {_offline(name)}') from None
 
 # %% ../../nbs/text/10_config.ipynb #8b154a79
 def read_pretrained(cls, # A class of transformers
@@ -158,7 +158,7 @@ def read_pretrained(cls, # A class of transformers
     own = isinstance(where, Path)
     kwargs |= dict(revision=None if own else revision, local_files_only=own, trust_remote_code=False)
     try: return cls.from_pretrained(where, **kwargs)
-    except Exception as e: raise DataUnavailable(f'cannot read the model in {where}: {short(e)}') from None
+    except Exception as e: raise DataUnavailable(f'cannot read the model in {where}: {first_line(e)}') from None
 
 # %% ../../nbs/text/10_config.ipynb #e0f9816e
 def hf_config(name, # A hub's name, a folder, a name of `hf_configs`, or a config

@@ -14,7 +14,7 @@ import torch
 from fastcore.basics import patch
 
 from ..machine.download import DataUnavailable
-from ..machine.hub import cached, look_up, short
+from ..machine.hub import cached, first_line, look_up
 from ..errors import UserError
 
 # %% ../../nbs/text/06_tokenize.ipynb #fb3acdd1
@@ -40,14 +40,14 @@ def find_tokenizer(tokenizer, # A hub name, a folder, or a tokenizer of transfor
                                   'save one there with tokenizer.save_pretrained, or name another')
         try: return AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as e:
-            raise DataUnavailable(f'the tokenizer in {folder} cannot be read ({short(e)}): '
+            raise DataUnavailable(f'the tokenizer in {folder} cannot be read ({first_line(e)}): '
                                   'is tokenizer.json whole? Save it there again') from None
     if name.count('/') > 1 or name.startswith(('.', '~')): raise _missing(name, 'there is no such folder')
     try:
         have = cached(name, _files, revision) is not None
         if not have: look_up(name, ['tokenizer_config.json'], revision, offline)
         return AutoTokenizer.from_pretrained(name, revision=revision, local_files_only=have)
-    except Exception as e: raise _missing(name, short(e)) from None
+    except Exception as e: raise _missing(name, first_line(e)) from None
 
 # %% ../../nbs/text/06_tokenize.ipynb #9108e958
 def pad_with_end(tokenizer # A tokenizer of transformers, changed in place

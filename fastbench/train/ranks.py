@@ -145,10 +145,10 @@ def _add_up(self:RankTrainer, metrics):
     self._told = self._told or bool(own)
 
 # %% ../../nbs/train/02_ranks.ipynb #f0c36a24
-def _cut(o, n):
+def _first_of_each(o, n):
     "The first `n` of each of the results"
     if isinstance(o, (Tensor, L)): return o[:n]
-    return type(o)(_cut(p, n) for p in o) if isinstance(o, (tuple, list)) else o
+    return type(o)(_first_of_each(p, n) for p in o) if isinstance(o, (tuple, list)) else o
 
 def _lengths(o):
     "How many each of the results has"
@@ -210,7 +210,8 @@ def _gathered(get_preds, ds_idx, dl, reorder, **kwargs):
     "Predict the part of this rank, and put together those of all"
     try: res,why = get_preds(ds_idx, dl, reorder=False, **kwargs),None
     except Exception as e: res,why = None,e
-    idxs,res,whys = zip(*_of_all((dl.mine, res and _cut(res, len(dl.mine)), why and f'{type(why).__name__}: {why}')))
+    own = dl.mine,res and _first_of_each(res, len(dl.mine)),why and f'{type(why).__name__}: {why}'
+    idxs,res,whys = zip(*_of_all(own))
     if why is not None: raise why
     for i,o in enumerate(whys):
         if o: raise UserError(f'process {i} could not predict, so none did: {o}')

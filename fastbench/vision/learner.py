@@ -23,7 +23,7 @@ from fastcore.meta import delegates
 from torch import nn
 
 from ..machine.download import DataUnavailable, cache_dir, fetch
-from ..machine.hub import cached, look_up, short
+from ..machine.hub import cached, first_line, look_up
 from ..errors import UserError, unknown
 from ..train.learner import BenchLearner
 
@@ -200,7 +200,7 @@ def _create(arch, args, **kwargs):
     try: return timm.create_model(arch, **args, **kwargs)
     except (TypeError, RuntimeError) as e:
         if kwargs: raise # the weights' own trouble: named above
-        raise UserError(f'timm cannot build {arch} with {args}: {short(e)}') from None
+        raise UserError(f'timm cannot build {arch} with {args}: {first_line(e)}') from None
 
 # %% ../../nbs/vision/03_learner.ipynb #3e467056
 def _known_weights(arch, pretrained):
@@ -258,7 +258,7 @@ def timm_model(arch:str, # A name, also with the tag of its weights: `resnet50.a
     except Exception as e:
         what = f'the pretrained weights of {arch}' if pretrained else arch
         without = 'A name from timm.list_models()' if hub else 'pretrained=False'
-        raise DataUnavailable(f'cannot get {what} ({where}): {short(e)}. {without} works without a download; '
+        raise DataUnavailable(f'cannot get {what} ({where}): {first_line(e)}. {without} works without a download; '
                               'with a network, one run keeps it in the cache') from None
 
 # %% ../../nbs/vision/03_learner.ipynb #e4644621

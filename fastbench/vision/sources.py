@@ -141,7 +141,7 @@ def _stamp(im, kind, cx, cy, width, rng):
     im.paste(_colour(kind, rng), (int(cx-w/2), int(cy-w/2)), mask.resize((w, w), Image.Resampling.BOX))
 
 # %% ../../nbs/vision/01_sources.ipynb #52260345
-def _cut(photos, rng, side):
+def _piece_of(photos, rng, side):
     "A random piece of a photograph, of random aspect and light"
     from PIL import Image
     im,aspect = photos[int(rng.random()*len(photos))],(1., 1., 4/3, 4/3, 4/3, 3/2, 3/4)[int(rng.random()*7)]
@@ -161,7 +161,7 @@ def draw_photo(photos, # Photographs to cut from
                side=320, # Shortest side in pixels
     ): # PIL image
     "A cut of a photograph with three to five `kind`s drawn over it"
-    im = _cut(photos, rng, side)
+    im = _piece_of(photos, rng, side)
     w,h = im.size
     n = 3+int(rng.random()*3)
     for _,i in sorted((rng.random(), i) for i in range(6))[:n]: # n cells of a grid of 3 x 2
