@@ -1,6 +1,7 @@
 """A function of a user's own, run by fastbench: what that costs, and whether its verdicts can be believed.
 
     python benchmarks/own.py overhead [PAIRS] [EPOCHS]   # a bare process against `fastbench run`, in turns: start and fit
+    python benchmarks/own.py fit [PAIRS]        # the same fit in one process, called and run by fastbench, in turns
     python benchmarks/own.py same [TRIALS]      # A/A: verdicts of `ab` where nothing differs
     python benchmarks/own.py sleep              # 10% of the step, asleep in forward: which row has it?
 
@@ -79,6 +80,50 @@ def overhead(folder, pairs=12, epochs=12):
     return more < 3 and low <= .01
 
 
+FIT = """
+from time import perf_counter, process_time
+import train
+
+def make(n=1600):
+    def fit(learn):
+        began = perf_counter(), process_time()
+        with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(2)
+        train.took.append((perf_counter() - began[0], process_time() - began[1]))
+    return train.make(n=n), fit
+"""
+
+
+def fit(folder, pairs=40):
+    "In one process the two sides are beside each other, so that a busy machine is busy for both"
+    from fastbench.bench.run import run_recipe
+    from fastbench.compare.verdict import compare_times
+    (Path(folder)/'timed.py').write_text(FIT)
+    sys.path.insert(0, str(folder))
+    import timed, train
+    train.took = []
+    from fastai.torch_core import set_seed
+    def bare():
+        set_seed(42)
+        learn, fit = timed.make()
+        fit(learn)
+    def ours():
+        run = run_recipe(timed.make, device='cpu')
+        assert run.status == 'ok', run.error
+    for f in (bare, ours): f()
+    train.took.clear()
+    for i in range(pairs):
+        for f in (bare, ours)[::-1 if i % 2 else 1]: f()
+    sides = [[train.took[2*i + (k ^ i % 2)] for i in range(pairs)] for k in (0, 1)]
+    met = True
+    for j, what in enumerate(('wall clock', 'processor')):
+        v = compare_times(*([o[j] for o in side] for side in sides), paired=True, threshold=.01)
+        low, high = 1/v.speedup[2] - 1, 1/v.speedup[1] - 1
+        met &= high < .01
+        print(f'fit of {sides[0][0][0]:.1f} s, {what}: {1/v.speedup[0] - 1:+.2%} ({low:+.2%} to {high:+.2%}): the bar of 1% is '
+              f'{"met" if high < .01 else "not met" if low > .01 else "within the interval: not shown"}')
+    return met
+
+
 def same(folder, trials=20):
     from fastbench.compare.ab import start_ab
     from fastbench.own.kind import other_source
@@ -113,4 +158,4 @@ if __name__ == '__main__':
     with TemporaryDirectory() as folder:
         (Path(folder)/'train.py').write_text(SCRIPT)
         os.chdir(folder)
-        sys.exit(0 if dict(overhead=overhead, same=same, sleep=sleep)[what](folder, *map(int, rest)) else 1)
+        sys.exit(0 if dict(overhead=overhead, fit=fit, same=same, sleep=sleep)[what](folder, *map(int, rest)) else 1)
