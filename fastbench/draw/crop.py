@@ -198,7 +198,7 @@ def cut_pixels(x, # uint8 (height, width, channels), at full size or divided
                out, # uint8 (channels, height, width): where it goes
     ):
     "Cut, resize and mirror an image into its place"
-    x = torch.from_numpy(_part(x, c, size)).permute(2, 0, 1)[None]
+    x = torch.from_numpy(_part(x, c, size))[None].permute(0, 3, 1, 2) # channels last, which its filter for bytes likes
     if tuple(x.shape[-2:]) != c.size[::-1]:
         x = F.interpolate(x, c.size[::-1], mode=_MODES[c.resample], align_corners=False, antialias=True)
     x = x[0].numpy()
