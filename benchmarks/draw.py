@@ -35,7 +35,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from fastbench.compare.paired import time_rounds
-from fastbench.draw.crop import CropPlan, cut
+from fastbench.draw.cut import CropPlan, cut
 from fastbench.draw.decode import decoders, read_header
 from fastbench.draw.fast import fast_images
 from fastbench.draw.fastest import choose_decoder

@@ -23,7 +23,7 @@ from fasttransform import ItemTransform, Pipeline, Transform
 from PIL import Image
 from scipy.stats import ks_2samp
 
-from fastbench.draw.crop import CannotPlan, Crop, CropPlan, cut, cut_pixels, pick_divisor
+from fastbench.draw.cut import CannotPlan, Crop, CropPlan, cut, cut_pixels, pick_divisor
 from fastbench.draw.decode import CorruptImage, decoders, read_header
 from fastbench.draw.fast import fast_images, why_not_fast
 from fastbench.draw.loader import PoolDL

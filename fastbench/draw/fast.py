@@ -13,7 +13,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from ..errors import UserError
-from .crop import CannotPlan, CropPlan
+from .cut import CannotPlan, CropPlan
 from .fastest import choose_decoder
 from .loader import ImageItems, PoolDL
 from .seeded import SeededDL

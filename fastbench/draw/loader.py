@@ -19,7 +19,7 @@ from fasttransform import Transform, compose_tfms
 from PIL import Image
 
 from ..machine.environment import worker_cores
-from .crop import CannotPlan, CropPlan, cut, cut_exactly
+from .cut import CannotPlan, CropPlan, cut, cut_exactly
 from .decode import CorruptImage, read_header, unreadable
 from .fastest import choose_decoder
 from .pool import in_threads
