@@ -1122,6 +1122,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastbench.draw.crop.BatchFlip.draw': ('draw/crop.html#batchflip.draw', 'fastbench/draw/crop.py'),
                                      'fastbench.draw.crop.BatchFlip.encodes': ( 'draw/crop.html#batchflip.encodes',
                                                                                 'fastbench/draw/crop.py'),
+                                     'fastbench.draw.crop._alone': ('draw/crop.html#_alone', 'fastbench/draw/crop.py'),
                                      'fastbench.draw.crop._interleaved': ('draw/crop.html#_interleaved', 'fastbench/draw/crop.py'),
                                      'fastbench.draw.crop._largest': ('draw/crop.html#_largest', 'fastbench/draw/crop.py'),
                                      'fastbench.draw.crop._nearest': ('draw/crop.html#_nearest', 'fastbench/draw/crop.py'),

@@ -47,7 +47,7 @@ def _largest(h, w, lo, hi):
     cw = np.where(w/h > hi, np.floor(h*hi), w)
     return np.stack([(h-ch)//2, (w-cw)//2, ch, cw], 1)
 
-# %% ../../nbs/draw/11_crop.ipynb #42398afc
+# %% ../../nbs/draw/11_crop.ipynb #234716ff
 def pair(size): # size: a side, or (height, width), in pixels
     "Height and width"
     return (size, size) if isinstance(size, int) else tuple(size)
@@ -55,6 +55,8 @@ def pair(size): # size: a side, or (height, width), in pixels
 def _plain(x): return x.as_subclass(torch.Tensor)
 
 def _interleaved(x): return x.stride(-3) == 1 and x.shape[-3] > 1  # a pixel's channels side by side
+
+def _alone(x): return x.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # x[None] would hide from PyTorch that they are
 
 def resized(x, # (n, channels, height, width)
             size, # (height, width)
@@ -75,7 +77,7 @@ def crop_slices(images, # A batch, or a list of images: (channels, height, width
     res = torch.empty(len(boxes), len(first), *size, dtype=first.dtype,
                       memory_format=torch.channels_last if _interleaved(first) else torch.contiguous_format)
     for x,(top,left,h,w),mirror,out in zip(images, boxes.tolist(), flip.tolist(), res):
-        x = resized(x[None, :, top:top+h, left:left+w], size)[0]
+        x = resized(_alone(x[:, top:top+h, left:left+w]), size)[0]
         out.copy_(x.flip(-1) if mirror else x)
     return res
 

@@ -40,16 +40,20 @@ def square_boxes(u, # Numbers from 0 to 1: (n, 2)
     "Squares within the image"
     return np.concatenate([_span(u[:,i], np.full(len(u), side), n) for i,n in ((0, h), (1, w))], 1)
 
-# %% ../../nbs/draw/14_erase.ipynb #3803cd88
+# %% ../../nbs/draw/14_erase.ipynb #22fa1759
 def erase_slices(x, # (n, channels, height, width), on the host; changed
                  boxes, # (n, 4)
                  value, # Of what is erased; None: noise
                  generator=None, # Of the noise
     ): # `x`
     "Erase a rectangle in each image: on the host"
-    for o,(top,bottom,left,right) in zip(x, boxes.tolist()):
-        part = o[:, top:bottom, left:right]
-        part.normal_(generator=generator) if value is None else part.fill_(value)
+    parts = [o[:, top:bottom, left:right] for o,(top,bottom,left,right) in zip(x, boxes.tolist())]
+    if value is None:
+        sizes = [o.numel() for o in parts]
+        noise = torch.empty(sum(sizes), dtype=x.dtype).normal_(generator=generator)
+        for o,new in zip(parts, noise.split(sizes)): o.copy_(new.view(o.shape))
+    else:
+        for o in parts: o.fill_(value)
     return x
 
 def _within(n, span, device): # span: begin and end of each image
