@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['random_boxes', 'pair', 'resized', 'crop_slices', 'box_weights', 'crop_weighted', 'crop_nearest', 'crop_points',
-           'BatchCrop', 'BatchFlip']
+           'BatchCrop', 'BatchFit', 'BatchFlip']
 
-# %% ../../nbs/draw/11_crop.ipynb #531f542e
+# %% ../../nbs/draw/11_crop.ipynb #529ab826
 import math
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from fastai.torch_core import TensorImage
 from fastai.vision.core import TensorMask, TensorPoint
 from fastcore.basics import patch
+from torch import Tensor
 
 from .chance import BatchTransform, between, log_between
 from ..errors import UserError
@@ -47,12 +48,12 @@ def _largest(h, w, lo, hi):
     cw = np.where(w/h > hi, np.floor(h*hi), w)
     return np.stack([(h-ch)//2, (w-cw)//2, ch, cw], 1)
 
-# %% ../../nbs/draw/11_crop.ipynb #234716ff
+# %% ../../nbs/draw/11_crop.ipynb #6cc3037a
 def pair(size): # size: a side, or (height, width), in pixels
     "Height and width"
     return (size, size) if isinstance(size, int) else tuple(size)
 
-def _plain(x): return x.as_subclass(torch.Tensor)
+def _plain(x): return x.as_subclass(Tensor)
 
 def _interleaved(x): return x.stride(-3) == 1 and x.shape[-3] > 1  # a pixel's channels side by side
 
@@ -67,18 +68,30 @@ def resized(x, # (n, channels, height, width)
     res = F.interpolate(x.float() if as_float else x, size, mode='bilinear', align_corners=False, antialias=True)
     return res.round_().clamp_(0, 255).to(x.dtype) if as_float else res
 
-def crop_slices(images, # A batch, or a list of images: (channels, height, width) each
+def _slice(x, top, left, h, w):
+    if isinstance(x, Tensor): return _alone(x[:, top:top+h, left:left+w])
+    return torch.from_numpy(x[None, top:top+h, left:left+w]).permute(0, 3, 1, 2)  # NumPy slices in a tenth of the time
+
+def _result(first, n, size, floats):
+    if not isinstance(first, Tensor): first = _slice(first, 0, 0, 1, 1)[0]
+    layout = torch.channels_last if _interleaved(first) and not floats else torch.contiguous_format
+    return torch.empty(n, len(first), *size, dtype=torch.float32 if floats else first.dtype, memory_format=layout)
+
+def crop_slices(images, # A batch, or a list of images: (channels, height, width) each; arrays: (height, width, channels)
                 boxes, # Top, left, height, width of each: (n, 4)
                 size, # Of the results: (height, width)
                 flip=None, # Which are mirrored; None: none
+                scale=None, # Factor and summand of each channel, for floats while the image is at hand; None: as it is
+                out=None, # Written into; None: new memory
     ): # (n, channels, *size), of the same type
     "Cut a box of each image and resize it: on the host"
     flip,first = np.zeros(len(boxes), bool) if flip is None else flip,images[0]
-    res = torch.empty(len(boxes), len(first), *size, dtype=first.dtype,
-                      memory_format=torch.channels_last if _interleaved(first) else torch.contiguous_format)
-    for x,(top,left,h,w),mirror,out in zip(images, boxes.tolist(), flip.tolist(), res):
-        x = resized(_alone(x[:, top:top+h, left:left+w]), size)[0]
-        out.copy_(x.flip(-1) if mirror else x)
+    res = _result(first, len(boxes), size, scale is not None) if out is None else out
+    if scale is not None: factor,summand = (o.view(-1, 1, 1) for o in scale)
+    for x,(top,left,h,w),mirror,y in zip(images, boxes.tolist(), flip.tolist(), res):
+        x = resized(_slice(x, top, left, h, w), size)[0]
+        y.copy_(x.flip(-1) if mirror else x)
+        if scale is not None: y.mul_(factor).add_(summand)
     return res
 
 # %% ../../nbs/draw/11_crop.ipynb #e28c0de8
@@ -146,7 +159,7 @@ def crop_points(x, # (n, points, 2), from -1 to 1
     way = torch.where(put(torch.as_tensor(flip), x.device), -1., 1.)
     return res*torch.stack([way, torch.ones_like(way)], 1)[:,None]
 
-# %% ../../nbs/draw/11_crop.ipynb #48891e7f
+# %% ../../nbs/draw/11_crop.ipynb #616deb02
 class BatchCrop(BatchTransform):
     "A random crop of each image of a batch, resized and mirrored or not"
     order,split_idx = 5,None # before IntToFloatTensor
@@ -166,9 +179,8 @@ class BatchCrop(BatchTransform):
         self.max_scale,self.flip = max_scale,flip
 
     def draw(self, x):
-        u = self.numbers(len(x), 41)
-        self.shape,self.mirror = tuple(x.shape[-2:]),u[:,40] < self.flip
-        self.boxes = random_boxes(u[:,:40].reshape(-1, 10, 4), *self.shape, self.min_scale, self.max_scale, self.ratio)
+        self.shape = tuple(x.shape[-2:])
+        self.boxes,self.mirror = self.draw_boxes(len(x), *self.shape)
 
     def encodes(self, x:TensorImage):
         if not self.training: return TensorImage(self.middle(_plain(x)))
@@ -190,7 +202,31 @@ class BatchCrop(BatchTransform):
         "What is cut off around an image of validation"
         return math.ceil(max(self.size)*self.val_xtra/8)*4
 
-# %% ../../nbs/draw/11_crop.ipynb #7ecc9a48
+# %% ../../nbs/draw/11_crop.ipynb #a130f9cb
+@patch
+def draw_boxes(self:BatchCrop,
+               n, # Images in the batch
+               h, # Rows of an image, or of each
+               w, # Columns, likewise
+    )->tuple: # Boxes: (n, 4); which are mirrored: (n,)
+    "Draw the crops of a batch"
+    u = self.numbers(n, 41)
+    boxes = random_boxes(u[:,:40].reshape(-1, 10, 4), h, w, self.min_scale, self.max_scale, self.ratio)
+    return boxes,u[:,40] < self.flip
+
+@patch
+def cut_each(self:BatchCrop,
+             images, # A list of arrays of bytes: (height, width, channels) each, of any size
+             training, # At random, or in the middle?
+             scale=None, # In training, as for `crop_slices`
+             out=None, # Likewise
+    ): # (n, channels, *size)
+    "A batch of images of different sizes"
+    if not training: return torch.cat([self.middle(_slice(x, 0, 0, *x.shape[:2])) for x in images])
+    h,w = np.array([x.shape[:2] for x in images]).T
+    boxes,mirror = self.draw_boxes(len(images), h, w)
+    return crop_slices(images, boxes, self.size, mirror, scale, out)
+
 @patch
 def middle(self:BatchCrop,
            x, # (n, channels, height, width)
@@ -201,6 +237,29 @@ def middle(self:BatchCrop,
     if cut is None: return resized(x, (h+2*edge, w+2*edge))[..., edge:edge+h, edge:edge+w]
     full = np.tile([0, 0, *x.shape[-2:]], (len(x), 1))
     return cut(x, full, (h+2*edge, w+2*edge))[..., edge:edge+h, edge:edge+w]
+
+# %% ../../nbs/draw/11_crop.ipynb #1f38d9d0
+class BatchFit(BatchCrop):
+    "The largest part of each image that has the shape of the result, resized: fastai's `Resize` for batches"
+    def __init__(self, size, # Side in pixels, or (height, width)
+                 flip=0., # Chance to be mirrored
+                 seed=None, # As for `BatchTransform`
+        ):
+        super().__init__(size, val_xtra=0, flip=flip, seed=seed)
+
+    def _fit(self, u, h, w):
+        h,w = (np.broadcast_to(np.asarray(o), len(u)) for o in (h, w))
+        m = np.minimum(w/self.size[1], h/self.size[0])
+        ch,cw = (np.maximum((m*o).astype(np.int64), 1) for o in self.size)
+        return np.stack([(u[:,0]*(h-ch)).astype(np.int64), (u[:,1]*(w-cw)).astype(np.int64), ch, cw], 1)
+
+    def draw_boxes(self, n, h, w):
+        u = self.numbers(n, 3)
+        return self._fit(u, h, w),u[:,2] < self.flip
+
+    def middle(self, x, cut=None):
+        cut = cut or (crop_slices if x.device.type == 'cpu' else crop_weighted)
+        return cut(x, self._fit(np.full((len(x), 2), .5), *x.shape[-2:]), self.size)
 
 # %% ../../nbs/draw/11_crop.ipynb #b0aa3365
 class BatchFlip(BatchTransform):
