@@ -14,8 +14,9 @@ __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile',
            'hf_learner', 'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer',
            'train_tokenizer', 'hf_splitter', 'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare',
            'compare_times', 'compare_pairs', 'time_pairs', 'doctor', 'report', 'suite', 'Energy', 'LogPhases',
-           'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler', 'fast_images', 'choose_decoder',
-           'PoolDL']
+           'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler', 'batch_augment', 'BatchCrop',
+           'BatchFit', 'BatchFlip', 'BatchAffine', 'BatchColour', 'BatchErase', 'BatchCutout', 'BatchNormalize',
+           'BatchMixUp', 'BatchCutMix', 'cached', 'fast_images', 'choose_decoder', 'PoolDL', 'InputDiagnosis']
 
 # %% ../nbs/05_all.ipynb #9a69330d
 from .callback.amp import MixedPrecision
@@ -62,8 +63,16 @@ from .compare.verdict import compare_times
 
 # %% ../nbs/05_all.ipynb #f00bb091
 from .draw.fast import fast_images
+from .draw.diagnose import InputDiagnosis
 from .draw.fastest import choose_decoder
 from .draw.loader import PoolDL
+from .draw.batch import BatchNormalize, batch_augment
+from .draw.affine import BatchAffine
+from .draw.cached import cached
+from .draw.colour import BatchColour
+from .draw.crop import BatchCrop, BatchFit, BatchFlip
+from .draw.erase import BatchCutout, BatchErase
+from .draw.mix import BatchCutMix, BatchMixUp
 from .text.data import HFTextBlock, hf_dls
 from .text.kinds import LanguageModel, Transformer
 from .text.learner import hf_learner, load_hf_learner
@@ -92,5 +101,6 @@ _all_ = [
     'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter',
     'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'compare_pairs', 'time_pairs',
     'doctor', 'report', 'suite', 'Energy', 'LogPhases',
-    'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler',
-    'fast_images', 'choose_decoder', 'PoolDL']
+    'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler', 'batch_augment', 'BatchCrop', 'BatchFit',
+    'BatchFlip', 'BatchAffine', 'BatchColour', 'BatchErase', 'BatchCutout', 'BatchNormalize', 'BatchMixUp', 'BatchCutMix',
+    'cached', 'fast_images', 'choose_decoder', 'PoolDL', 'InputDiagnosis']

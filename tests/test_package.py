@@ -20,7 +20,7 @@ NBS = sorted((ROOT/'nbs').rglob('[!._]*.ipynb'))
 # What must start in well under a second: no torch, fastai, transformers, timm, pandas or matplotlib, also not indirectly
 TORCH_FREE = '''
     errors rules experiments measure.bound vision.images vision.kinds vision.sources text.kinds text.sources text.split
-    data.place data.fingerprint data.table data.folders data.parts data.images data.texts
+    draw.kept data.place data.fingerprint data.table data.folders data.parts data.images data.texts
     recipe runs.figures runs.record machine.environment machine.noise compare.doctor measure.phases
     measure.palette measure.table compare.ladder compare.precision runs.store runs.query bench.launch
     compare.verdict compare.sides compare.runs compare.ab page.charts page.html page.raw page.sections page.details

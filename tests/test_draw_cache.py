@@ -1,0 +1,502 @@
+"Caches: the same items and batches, a key that tells every change, faults of disks and files, several processes"
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+import fastai.callback.progress  # adds no_bar
+from fastai.data.block import CategoryBlock, DataBlock
+from fastai.data.core import Datasets
+from fastai.data.transforms import Categorize, FuncSplitter, Normalize, get_image_files, parent_label
+from fastai.learner import Learner
+from fastai.losses import CrossEntropyLossFlat
+from fastai.text.data import TensorText
+from fastai.torch_core import TensorImage, set_seed
+from fastai.vision.augment import FlipItem, RandomResizedCrop, Resize
+from fastai.vision.core import PILImage, imagenet_stats
+from fastai.vision.data import ImageBlock, MaskBlock
+from fasttransform import Transform
+from PIL import Image
+from scipy.stats import ks_2samp
+from torch import nn
+
+from fastbench.draw import build as build_room
+from fastbench.draw.build import Items, NoSpace, open_store
+from fastbench.draw.cached import CachedLoaders, batch_crop, cached
+from fastbench.draw.crop import BatchFit, crop_slices
+from fastbench.draw.describe import NoFingerprint, describe, fingerprint, fingerprint_items
+from fastbench.draw.kept import clear_caches, kept_caches, read_about
+from fastbench.draw.memory import RecycledMemory
+from fastbench.errors import UserError
+
+pytestmark = pytest.mark.usefixtures('one_thread')
+
+
+@pytest.fixture
+def pets(tmp_path):
+    "40 pictures of uneven size in two classes"
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        h, w = rng.integers(50, 90, 2)
+        (f := tmp_path/'pets'/'ab'[i % 2]/f'{i:02}.jpg').parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype='uint8')).resize((int(w), int(h)), Image.BICUBIC).save(f, quality=95)
+    return tmp_path/'pets'
+
+
+def is_valid(o): return int(o.stem) >= 32
+CROP = [RandomResizedCrop(32, min_scale=.35), FlipItem()]
+
+
+def make(folder, item_tfms=CROP, batch_tfms=None, bs=8, **kwargs):
+    block = DataBlock((ImageBlock, CategoryBlock), get_items=sorted_files, get_y=parent_label, splitter=FuncSplitter(is_valid), item_tfms=item_tfms,
+                      batch_tfms=Normalize.from_stats(*imagenet_stats, cuda=False) if batch_tfms is None else batch_tfms)
+    return block.dataloaders(folder, bs=bs, num_workers=0, device='cpu', **kwargs)
+
+
+def sorted_files(folder): return sorted(get_image_files(folder))
+
+
+def epochs(dl, n=2):
+    set_seed(3)
+    dl.rng.seed(3)
+    return [b for _ in range(n) for b in dl]
+
+
+def equal(a, b):
+    assert len(a) == len(b) > 0
+    for x, y in zip(a, b):
+        assert all(type(o) is type(p) and torch.equal(o, p) for o, p in zip(x, y))
+
+
+def folders(where): return sorted(o.name for o in where.glob('[!.]*'))
+
+
+# The same batches
+
+@pytest.mark.parametrize('store', ['array', 'parquet'])
+@pytest.mark.parametrize('tfms', [CROP, Resize(32), Resize(32, method='squish'), [Resize(40), RandomResizedCrop(24)]])
+def test_batches_are_those_without_a_cache(pets, tmp_path, tfms, store):
+    plain = make(pets, tfms)
+    got = cached(plain, tmp_path/'c', store=store, workers=0)
+    for i in range(2): equal(epochs(plain[i]), epochs(got[i]))
+    again = cached(make(pets, tfms), tmp_path/'c', store=store, workers=0)  # from disk
+    for i in range(2): equal(epochs(plain[i]), epochs(again[i]))
+    assert len(folders(tmp_path/'c')) == 2
+
+
+def test_all_that_one_asks_of_loaders(pets, tmp_path):
+    plain = make(pets)
+    got = cached(plain, tmp_path/'c', workers=0)
+    assert isinstance(got, CachedLoaders) and (got.vocab, got.c, len(got.train), len(got.valid)) == (plain.vocab, 2, len(plain.train), len(plain.valid))
+    assert got.train_ds.items == plain.train_ds.items and got.train_ds.split_idx == 0 and got.valid_ds.split_idx == 1
+    test = got.test_dl(sorted_files(pets)[:5])
+    assert test.one_batch()[0].shape == (5, 3, 32, 32)
+    got.show_batch(max_n=2)
+
+
+@pytest.mark.parametrize('whole', [False, True])
+def test_a_learner_trains_predicts_and_is_exported(pets, tmp_path, whole):
+    dls = cached(make(pets), tmp_path/'c', whole=whole, workers=0)
+    learn = Learner(dls, nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 2)), loss_func=CrossEntropyLossFlat())
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
+        preds, targs = learn.get_preds()
+        assert preds.shape == (8, 2)
+        assert learn.predict(sorted_files(pets)[0])[0] in ('a', 'b')
+    learn.path = tmp_path
+    learn.export('x.pkl')
+    from fastai.learner import load_learner
+    assert load_learner(tmp_path/'x.pkl').dls.vocab == dls.vocab
+
+
+def test_masks_and_texts(pets, tmp_path):
+    for i, f in enumerate(sorted_files(pets)): Image.fromarray(np.full(np.asarray(Image.open(f)).shape[:2], i, 'uint8')).save(f.with_suffix('.png'))
+    block = DataBlock((ImageBlock, MaskBlock), get_items=_jpgs, get_y=_mask_of, splitter=FuncSplitter(is_valid), item_tfms=RandomResizedCrop(32))
+    plain = block.dataloaders(pets, bs=8, num_workers=0, device='cpu')
+    got = cached(plain, tmp_path/'c', workers=0)
+    equal(epochs(plain.train), epochs(got.train))
+    before = folders(tmp_path/'c')
+    m = _mask_of(_jpgs(pets)[0])  # a mask is a source file, too
+    Image.fromarray(np.full(np.asarray(Image.open(m)).shape, 7, 'uint8')).save(m)
+    cached(block.dataloaders(pets, bs=8, num_workers=0, device='cpu'), tmp_path/'c', workers=0)
+    assert len(folders(tmp_path/'c')) == len(before)+1  # training's alone
+
+    ds = Datasets(['a b', 'c', 'd e f'], [[_tokens]])
+    c = cached(ds, tmp_path/'t', workers=0)
+    assert all(torch.equal(a[0], b[0]) and type(a[0]) is type(b[0]) is TensorText for a, b in zip(c, ds))
+
+
+def _jpgs(folder): return sorted(get_image_files(folder).filter(lambda o: o.suffix == '.jpg'))
+def _mask_of(o): return o.with_suffix('.png')
+def _tokens(o): return TensorText(torch.tensor([ord(c) for c in o]))
+
+
+# Whole batches
+
+@pytest.mark.parametrize('tfms', [CROP, [Resize(32), FlipItem()]])
+def test_whole_batches_have_the_same_distribution(tmp_path, tfms):
+    ramp = np.tile(np.linspace(0, 255, 80).astype('uint8')[None,:,None], (60, 1, 3))  # where a crop was, and how wide, shows in its colours
+    for i in range(16):
+        (f := tmp_path/'r'/'a'/f'{i:02}.png').parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(ramp).save(f)
+        if i == 15: Image.fromarray(ramp).save(f.with_name('40.png'))
+    plain = make(tmp_path/'r', tfms, batch_tfms=[], bs=16)
+    whole = cached(plain, tmp_path/'c', whole=True, workers=0)
+    def ends(dl): return np.array([[float(x[0,:,0].mean()), float(x[0,:,-1].mean())] for _ in range(60) for x in dl.one_batch()[0]])
+    set_seed(1)
+    a, b = ends(plain.train), ends(whole.train)
+    for i in range(2): assert ks_2samp(a[:,i].round(2), b[:,i].round(2)).pvalue > .001
+    assert ks_2samp((a[:,1]-a[:,0]).round(2), (b[:,1]-b[:,0]).round(2)).pvalue > .001
+    v, w = plain.valid.one_batch()[0], whole.valid.one_batch()[0]
+    assert (v-w).abs().max() < 3/255
+
+
+def test_whole_batches_keep_order_and_labels_and_repeat(pets, tmp_path):
+    plain = make(pets)
+    whole = cached(plain, tmp_path/'c', whole=True, workers=0)
+    for i in range(2): assert [y.tolist() for _, y in epochs(plain[i])] == [y.tolist() for _, y in epochs(whole[i])]
+    a, b = epochs(whole.train), epochs(whole.train)
+    equal(a, b)
+    assert not torch.equal(a[0][0], a[len(whole.train)][0]), 'another epoch, other crops'
+    x, y = a[0]
+    assert type(x) is TensorImage and x.dtype == torch.float32 and x.shape == (8, 3, 32, 32) and type(y).__name__ == 'TensorCategory'
+    assert abs(float(x.mean()) - float(epochs(plain.train)[0][0].mean())) < .5
+
+
+def test_an_items_crop_does_not_depend_on_its_batch(pets, tmp_path):
+    whole = cached(make(pets), tmp_path/'c', whole=True, workers=0).train
+    whole.epoch_key = 5
+    def of(idxs):
+        whole.crop.reseed(5)
+        return dict(zip(idxs, whole.cut(idxs)[0].clone()))
+    a, b = of([0, 1, 2, 3]), of([3, 9, 1])
+    assert torch.equal(a[3], b[3]) and torch.equal(a[1], b[1])
+
+
+def test_normalisation_in_one_step_is_the_same(pets, tmp_path):
+    a, b = (cached(make(pets, batch_tfms=o), tmp_path/'c', whole=True, workers=0).train for o in (None, [Normalize.from_stats(*imagenet_stats, cuda=False), Nothing()]))
+    assert [type(f).__name__ for f in a.after_batch.fs] == ['NormalizeBytes'] and len(b.after_batch.fs) == 3
+    for (x, _), (y, _) in zip(epochs(a), epochs(b)): assert (x-y).abs().max() < 1e-4
+
+
+class Nothing(Transform):
+    order = 50
+    def encodes(self, x:TensorImage): return x
+
+
+def test_a_batch_that_is_held_is_not_written_over(pets, tmp_path):
+    dl = cached(make(pets, bs=4), tmp_path/'c', whole=True, workers=0).train
+    held, copies = [], []
+    for x, _ in dl:
+        held.append(x[:2])  # a slice of it
+        copies.append(x[:2].clone())
+    assert len({o.data_ptr() for o in held}) == len(held) and all(torch.equal(a, b) for a, b in zip(held, copies))
+
+
+def test_memory_is_used_again():
+    m = RecycledMemory(2)
+    x = m.empty(4, 4)
+    at = x.data_ptr()
+    saved = (x.requires_grad_()*2).sum().grad_fn
+    loss = (x**2).sum()  # holds x for its gradient
+    del x
+    assert m.empty(4, 4).data_ptr() != at
+    del saved, loss
+    assert any(m.empty(4, 4).data_ptr() == at for _ in range(3))
+
+
+@pytest.mark.parametrize('tfms,match', [([RandomResizedCrop(32), Nothing()], None), ([RandomResizedCrop(32), RandomResizedCrop(24)], 'RandomResizedCrop'),
+                                        ([FlipItem()], 'images of one size'), ([Resize(32, method='pad')], "method='pad'")])
+def test_what_cannot_be_done_to_whole_batches_is_named(tfms, match):
+    if match is None:
+        with pytest.raises(UserError, match='Nothing'): batch_crop(tfms)
+    else:
+        with pytest.raises(UserError, match=match): batch_crop(tfms)
+
+
+@pytest.mark.parametrize('size', [(32, 32), (20, 60)])
+@pytest.mark.parametrize('w,h', [(80, 50), (70, 70), (33, 90)])
+def test_fit_is_fastais_resize(size, w, h):
+    r, x = Resize(size), np.random.default_rng(0).integers(0, 255, (h, w, 3), dtype='uint8')
+    want = np.asarray(r(PILImage.create(x), split_idx=0))
+    box = BatchFit(size)._fit(np.array([r.pcts[::-1]]), h, w)
+    got = crop_slices([x], box, size)[0].permute(1, 2, 0).numpy()
+    assert np.abs(got.astype(int)-want).max() <= 2
+
+
+# Smaller images
+
+def test_images_can_be_kept_smaller(pets, tmp_path):
+    dls = cached(make(pets), tmp_path/'c', size=40, workers=0)
+    assert {min(o[0].size) for o in dls.train_ds} == {40} and type(dls.train_ds[0][0]) is PILImage
+    cached(make(pets), tmp_path/'c', workers=0)
+    assert len(folders(tmp_path/'c')) == 4  # another size, another cache
+    assert cached(make(pets), tmp_path/'c', size=40, whole=True, workers=0).train.one_batch()[0].shape == (8, 3, 32, 32)
+
+
+# The key
+
+class Shifted(Transform):
+    def __init__(self, by=0): self.by = by
+    def encodes(self, x:PILImage): return x
+
+
+SOURCE = '''
+from fasttransform import Transform
+from fastai.vision.core import PILImage
+CONSTANT = {constant}
+def helper(x): return x + {number}
+class Mine(Transform):
+    "{doc}"
+    def encodes(self, x:PILImage): return helper(x) * CONSTANT
+'''
+
+
+def test_a_change_anywhere_is_another_key(tmp_path, monkeypatch):
+    def key(**kwargs):
+        given = dict(constant=1, number=1, doc='') | kwargs
+        (tmp_path/'mine.py').write_text(SOURCE.format(**given))
+        sys.modules.pop('mine', None)
+        import linecache
+        linecache.checkcache()
+        shutil.rmtree(tmp_path/'__pycache__', ignore_errors=True)
+        import mine
+        return fingerprint(describe(mine.Mine()))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, 'dont_write_bytecode', True)
+    first = key()
+    assert key() == first and len({first, key(number=2), key(constant=2)}) == 3, 'its code, what it calls, what it refers to'
+    assert fingerprint(describe(Shifted(1))) != fingerprint(describe(Shifted(2)))
+
+
+def test_the_key_is_the_same_in_another_process(tmp_path):
+    code = ('import sys; sys.path.insert(0, sys.argv[1]); import mine; from fastbench.draw.describe import describe, fingerprint; from fastai.vision.all import *;'
+            'print(fingerprint([describe(mine.Mine()), describe(RandomResizedCrop(8)), describe(Transform(PILImage.create)), describe(Categorize(vocab=["a"]))]))')
+    (tmp_path/'mine.py').write_text(SOURCE.format(constant=1, number=1, doc=''))
+    def run(seed): return subprocess.run([sys.executable, '-W', 'ignore', '-c', code, tmp_path], capture_output=True, text=True, env=os.environ | dict(PYTHONHASHSEED=str(seed)))
+    a, b = run(1), run(2)
+    assert a.returncode == 0, a.stderr[-800:]
+    assert a.stdout == b.stdout and len(a.stdout.strip()) == 12
+
+
+def test_files_labels_and_order_are_part_of_the_key(pets, tmp_path):
+    def key(): return folders(tmp_path/'c')
+    def use(folder):
+        shutil.rmtree(tmp_path/'c', ignore_errors=True)
+        cached(make(folder), tmp_path/'c', workers=0)
+        return key()
+    first = use(pets)
+    moved = pets.rename(tmp_path/'elsewhere')
+    assert [o.split('-')[1:] for o in use(moved)] == [o.split('-')[1:] for o in first], 'a folder that was moved is the same'
+    f = sorted_files(moved)[0]
+    Image.fromarray(np.zeros((60, 60, 3), 'uint8')).save(f)
+    assert use(moved)[0] != first[0]
+    assert fingerprint_items(['a', 'b']) != fingerprint_items(['b', 'a'])
+
+
+def test_a_changed_transform_never_reads_an_old_cache(pets, tmp_path):
+    def dls(by): return make(pets, [Flat(by), Resize(32)], batch_tfms=[])
+    a = cached(dls(10), tmp_path/'c', workers=0).valid.one_batch()[0]
+    b = cached(dls(20), tmp_path/'c', workers=0).valid.one_batch()[0]
+    assert torch.allclose(a, torch.tensor(10/255)) and torch.allclose(b, torch.tensor(20/255))
+
+
+class Flat(Transform):
+    order = 0
+    def __init__(self, by): self.by = by
+    def encodes(self, x:PILImage): return PILImage.create(np.full((40, 40, 3), self.by, 'uint8'))
+
+
+def test_what_has_no_fingerprint_is_named(pets, tmp_path):
+    def hidden():
+        f = open(os.devnull, 'rb')
+        def of_closure(x): return x if f else x
+        return of_closure
+    for tfm, name in ((lambda x: x, 'lambda'), (hidden(), 'of_closure')):
+        with pytest.raises(NoFingerprint) as e: cached(make(pets, [Transform(tfm), Resize(32)]), tmp_path/'c', workers=0)
+        assert name in str(e.value) and '\n' not in str(e.value), str(e.value)
+    assert not (tmp_path/'c').exists()
+
+
+def test_chance_in_the_data_set_is_refused(pets, tmp_path):
+    ds = Datasets(sorted_files(pets), [[PILImage.create, RandomResizedCrop(8)], [parent_label, Categorize()]])
+    with pytest.raises(UserError, match='RandomResizedCrop draws at random'): cached(ds, tmp_path/'c', workers=0)
+
+
+# Faults
+
+def square(i): return torch.full((4, 4), float(i)), i
+def items(n=10): return Items(square, n)
+def check(store, n=10): assert len(store) == n and all(torch.equal(store[i][0], square(i)[0]) and store[i][1] == i for i in range(n))
+
+
+@pytest.mark.parametrize('harm', ['flip', 'cut', 'gone', 'index', 'about', 'empty about', 'n'])
+@pytest.mark.parametrize('store', ['array', 'parquet'])
+def test_a_damaged_cache_is_found_and_mended(tmp_path, harm, store):
+    folder, said = tmp_path/'x-1', []
+    check(open_store(folder, items(), store=store, per_part=4, workers=0))
+    part = next(folder.glob('part-00001.[bp]*[nt]'))
+    before = (folder/f'{part.name.replace("00001", "00000")}').stat().st_mtime_ns
+    if harm == 'flip': part.write_bytes(part.read_bytes()[:9] + b'\xff' + part.read_bytes()[10:])
+    elif harm == 'cut': part.write_bytes(part.read_bytes()[:-3])
+    elif harm == 'gone': part.unlink()
+    elif harm == 'index': (folder/'index.npz').write_bytes(b'')
+    elif harm == 'about': (folder/'cache.json').write_text('{"format": 1, "n"')
+    elif harm == 'empty about': (folder/'cache.json').unlink()
+    elif harm == 'n': (folder/'cache.json').write_text(json.dumps(read_about(folder) | dict(n=11)))
+    check(open_store(folder, items(), store=store, per_part=4, workers=0, tell=said.append))
+    assert len(said) == 1 and 'is damaged' in said[0]
+    assert (folder/f'{part.name.replace("00001", "00000")}').stat().st_mtime_ns == before, 'whole parts are kept'
+    open_store(folder, items(), store=store, per_part=4, workers=0, tell=said.append)
+    assert len(said) == 1
+
+
+def test_a_cache_of_another_version_is_made_anew(tmp_path):
+    folder, said = tmp_path/'x-1', []
+    open_store(folder, items(), workers=0)
+    (folder/'cache.json').write_text(json.dumps(read_about(folder) | dict(format=99)))
+    assert 'another version (format 99)' in kept_caches(tmp_path)[0].says
+    check(open_store(folder, items(), workers=0, tell=said.append))
+    assert 'was made by another version (format 99, not 1)' in said[0]
+
+
+def test_space_is_looked_at_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_room.shutil, 'disk_usage', lambda o: type('D', (), dict(free=1_200_000))())
+    with pytest.raises(NoSpace) as e: open_store(tmp_path/'x', Items(lambda i: (torch.zeros(1000, 1000),), 5), workers=0)
+    assert '20.' in str(e.value) and '1.2 MB left' in str(e.value) and '\n' not in str(e.value)
+    assert not list(tmp_path.rglob('part-*'))
+
+
+def test_a_disk_that_fills_up_loses_nothing(tmp_path, monkeypatch):
+    real, n = build_room._save, []
+    def full(path, **kwargs):
+        n.append(path)
+        if len(n) == 2: raise OSError(28, 'No space left on device')
+        return real(path, **kwargs)
+    monkeypatch.setattr(build_room, '_save', full)
+    with pytest.raises(NoSpace, match='What is done is kept'): open_store(tmp_path/'x', items(100), per_part=4, workers=0)
+    assert not (tmp_path/'x').exists() and 'unfinished' in kept_caches(tmp_path)[0].says
+    seen = []
+    check(open_store(tmp_path/'x', Items(lambda i: seen.append(i) or square(i), 100), per_part=4, workers=0), 100)
+    assert not set(range(1, 4)) & set(seen) and 5 in seen, 'the first part was not made again (its first item is looked at, for its size)'
+
+
+def test_an_item_that_cannot_be_prepared_is_named(pets, tmp_path):
+    bad = sorted_files(pets)[11]
+    bad.write_bytes(bad.read_bytes()[:300])
+    with pytest.raises(UserError) as e: cached(make(pets, Resize(32)), tmp_path/'c', workers=2)
+    assert bad.name in str(e.value) and '\n' not in str(e.value)
+    Image.fromarray(np.zeros((60, 60, 3), 'uint8')).save(bad)
+    cached(make(pets, Resize(32)), tmp_path/'c', workers=2)
+
+
+@pytest.mark.parametrize('item,match', [((object(),), 'not object'), ((torch.zeros(2), {}), 'not dict')])
+def test_what_a_cache_cannot_keep_is_named(tmp_path, item, match):
+    with pytest.raises(UserError, match=match): open_store(tmp_path/'x', Items(lambda i: item, 3), workers=0)
+
+
+def test_items_of_uneven_types_are_named(tmp_path):
+    def get(i): return (torch.zeros(2) if i < 3 else torch.zeros(2).long(),)
+    for per_part in 10, 2:
+        with pytest.raises(UserError, match='type'): open_store(tmp_path/f'x{per_part}', Items(get, 5), workers=0, per_part=per_part)
+
+
+def test_nothing_to_cache(tmp_path):
+    with pytest.raises(UserError, match='no items'): cached([], tmp_path)
+    with pytest.raises(UserError, match="store"): cached([1], tmp_path, store='zip')
+
+
+def test_parquet_without_pyarrow_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'pyarrow', None)
+    with pytest.raises(UserError, match=r"fastbench\[table\]"): open_store(tmp_path/'x', items(), store='parquet', workers=0)
+
+
+# Several processes
+
+def test_processes_make_the_same_cache(tmp_path):
+    a, b = (open_store(tmp_path/f'x{w}', items(300), workers=w, per_part=16) for w in (0, 2))
+    check(a, 300), check(b, 300)
+    assert [o['crc'] for o in a.about['parts']] == [o['crc'] for o in b.about['parts']]
+
+
+def _race(folder, n, out):
+    made = []
+    def get(i):
+        made.append(i)
+        time.sleep(.002)
+        return square(i)
+    s = open_store(folder, Items(get, n), workers=0, per_part=8)
+    check(s, n)
+    out.put(len(made))
+
+
+def test_one_builds_and_the_others_wait(tmp_path):
+    ctx = multiprocessing.get_context('fork')
+    out = ctx.Queue()
+    ps = [ctx.Process(target=_race, args=(tmp_path/'x', 40, out)) for _ in range(3)]
+    for p in ps: p.start()
+    made = sorted(out.get(timeout=60) for _ in ps)
+    for p in ps: p.join(10)
+    assert made[:2] == [0, 0] and made[2] >= 40
+
+
+def test_a_killed_build_goes_on(tmp_path):
+    ctx = multiprocessing.get_context('fork')
+    out = ctx.Queue()
+    p = ctx.Process(target=_race, args=(tmp_path/'x', 400, out))
+    p.start()
+    deadline = time.time()+30
+    while len(list(tmp_path.glob('.x.building/*.npz'))) < 3 and time.time() < deadline: time.sleep(.01)
+    os.kill(p.pid, signal.SIGKILL)
+    p.join(10)
+    assert not (tmp_path/'x').exists()
+    seen = []
+    check(open_store(tmp_path/'x', Items(lambda i: seen.append(i) or square(i), 400), workers=0, per_part=8), 400)
+    assert len(seen) < 400
+    assert not list(tmp_path.glob('.x.building'))
+
+
+def test_workers_read_the_same(pets, tmp_path):
+    dls = cached(make(pets, Resize(32)), tmp_path/'c', workers=0)
+    dl = dls.valid.new(num_workers=2)
+    equal(list(dls.valid), list(dl))
+
+
+# Listing and clearing
+
+def test_the_command(tmp_path, capsys):
+    from typer.testing import CliRunner
+    from fastbench.cli import app
+    def run(*args):
+        r = CliRunner().invoke(app, ['cache', *args, '--where', str(tmp_path/'c')])
+        return r.exit_code, r.stdout
+    assert 'no caches' in run('list')[1]
+    open_store(tmp_path/'c'/'x-1', items(), workers=0)
+    open_store(tmp_path/'c'/'y-2', items(), workers=0)
+    code, out = run('list')
+    assert code == 0 and '10 items, Tensor, int' in out and 'x-1' in out and '2 in' in out
+    assert [o['name'] for o in json.loads(run('list', '--json')[1])] == ['x-1', 'y-2']
+    assert 'cleared 1' in run('clear', 'x')[1] and [o.path.name for o in kept_caches(tmp_path/'c')] == ['y-2']
+    with pytest.raises(UserError, match='no cache begins with'): clear_caches(['z'], tmp_path/'c')
+    assert 'cleared 1' in run('clear')[1] and not kept_caches(tmp_path/'c')
+
+
+def test_listing_needs_no_torch():
+    code = 'import sys; from fastbench.draw.kept import kept_caches; import fastbench.command.cache; sys.exit(bool({"torch", "fastai", "numpy"} & set(sys.modules)))'
+    assert subprocess.run([sys.executable, '-c', code]).returncode == 0
+
+
+def test_only_caches_are_cleared(tmp_path):
+    (tmp_path/'photos').mkdir()
+    (tmp_path/'photos'/'mine.txt').write_text('keep')
+    open_store(tmp_path/'x-1', items(), workers=0)
+    clear_caches(where=tmp_path)
+    assert (tmp_path/'photos'/'mine.txt').exists() and not (tmp_path/'x-1').exists()
