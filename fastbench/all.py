@@ -15,7 +15,7 @@ __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile',
            'train_tokenizer', 'hf_splitter', 'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare',
            'compare_times', 'compare_pairs', 'time_pairs', 'doctor', 'report', 'suite', 'Energy', 'LogPhases',
            'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler', 'fast_images', 'choose_decoder',
-           'PoolDL']
+           'PoolDL', 'auto_workers']
 
 # %% ../nbs/05_all.ipynb #9a69330d
 from .callback.amp import MixedPrecision
@@ -64,6 +64,7 @@ from .compare.verdict import compare_times
 from .draw.fast import fast_images
 from .draw.fastest import choose_decoder
 from .draw.loader import PoolDL
+from .draw.workers import auto_workers
 from .text.data import HFTextBlock, hf_dls
 from .text.kinds import LanguageModel, Transformer
 from .text.learner import hf_learner, load_hf_learner
@@ -93,4 +94,4 @@ _all_ = [
     'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'compare_pairs', 'time_pairs',
     'doctor', 'report', 'suite', 'Energy', 'LogPhases',
     'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler',
-    'fast_images', 'choose_decoder', 'PoolDL']
+    'fast_images', 'choose_decoder', 'PoolDL', 'auto_workers']
