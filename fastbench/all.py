@@ -16,7 +16,8 @@ __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile',
            'compare_times', 'compare_pairs', 'time_pairs', 'doctor', 'report', 'suite', 'Energy', 'LogPhases',
            'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler', 'batch_augment', 'BatchCrop',
            'BatchFit', 'BatchFlip', 'BatchAffine', 'BatchColour', 'BatchErase', 'BatchCutout', 'BatchNormalize',
-           'BatchMixUp', 'BatchCutMix', 'cached', 'fast_images', 'choose_decoder', 'PoolDL', 'InputDiagnosis']
+           'BatchMixUp', 'BatchCutMix', 'cached', 'fast_images', 'choose_decoder', 'PoolDL', 'InputDiagnosis',
+           'auto_workers']
 
 # %% ../nbs/05_all.ipynb #9a69330d
 from .callback.amp import MixedPrecision
@@ -73,6 +74,7 @@ from .draw.colour import BatchColour
 from .draw.crop import BatchCrop, BatchFit, BatchFlip
 from .draw.erase import BatchCutout, BatchErase
 from .draw.mix import BatchCutMix, BatchMixUp
+from .draw.workers import auto_workers
 from .text.data import HFTextBlock, hf_dls
 from .text.kinds import LanguageModel, Transformer
 from .text.learner import hf_learner, load_hf_learner
@@ -101,6 +103,7 @@ _all_ = [
     'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter',
     'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'compare_pairs', 'time_pairs',
     'doctor', 'report', 'suite', 'Energy', 'LogPhases',
-    'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler', 'batch_augment', 'BatchCrop', 'BatchFit',
-    'BatchFlip', 'BatchAffine', 'BatchColour', 'BatchErase', 'BatchCutout', 'BatchNormalize', 'BatchMixUp', 'BatchCutMix',
-    'cached', 'fast_images', 'choose_decoder', 'PoolDL', 'InputDiagnosis']
+    'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler', 'batch_augment', 'BatchCrop',
+    'BatchFit', 'BatchFlip', 'BatchAffine', 'BatchColour', 'BatchErase', 'BatchCutout', 'BatchNormalize',
+    'BatchMixUp', 'BatchCutMix', 'cached', 'fast_images', 'choose_decoder', 'PoolDL', 'InputDiagnosis',
+    'auto_workers']

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['foreach_add_', 'foreach_copy_', 'foreach_div_', 'foreach_lerp_', 'foreach_mul_', 'foreach_norm', 'fused_sgd_',
-           'fused_devices', 'flash_attention', 'efficient_attention', 'onednn_linear', 'pause_stream', 'profiler_is_on',
-           'call_after_backward', 'without_subclasses']
+           'fused_devices', 'flash_attention', 'efficient_attention', 'onednn_linear', 'compile_tools', 'pause_stream',
+           'profiler_is_on', 'call_after_backward', 'without_subclasses']
 
 # %% ../nbs/00_compat.ipynb #b661f758
 import torch
@@ -47,6 +47,12 @@ def onednn_linear(x, # Inputs
     ):
     "A linear layer by oneDNN"
     return torch.ops.mkldnn._linear_pointwise(x, w, b, 'none', [], '')
+
+# %% ../nbs/00_compat.ipynb #c8096415
+def compile_tools():
+    "The package behind torch.compile"
+    import torch._dynamo.exc, torch._dynamo.utils
+    return torch._dynamo
 
 # %% ../nbs/00_compat.ipynb #2e4b34b5
 def pause_stream(cycles:int # Of the device's clock

@@ -13,17 +13,13 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.torch_core import TensorBase
 from fastcore.basics import patch
 
+from ..compat import compile_tools
 from ..measure.lifecycle import DuringFit
 from ..errors import UserError
 
 # %% ../../nbs/callback/07_compiling.ipynb #e2b79bc3
-def _records():
-    from torch._dynamo.utils import get_compilation_metrics
-    return get_compilation_metrics()
-
-def _n_graphs():
-    from torch._dynamo.utils import counters
-    return counters['stats']['unique_graphs']
+def _records(): return compile_tools().utils.get_compilation_metrics()
+def _n_graphs(): return compile_tools().utils.counters['stats']['unique_graphs']
 
 # %% ../../nbs/callback/07_compiling.ipynb #a97303c9
 class _Call:
@@ -130,9 +126,8 @@ def _tip(text, args):
 # %% ../../nbs/callback/07_compiling.ipynb #384f4baa
 @patch
 def _attempt(self:Compile, *args, **kwargs):
-    from torch._dynamo.exc import TorchDynamoException
     try: return self._call(*args, **kwargs)
-    except (TorchDynamoException, RecursionError) as e:
+    except (compile_tools().exc.TorchDynamoException, RecursionError) as e:
         text = _line(e)
         tip = _tip(text, args)
         raise UserError(f"compile: backend {self._options['backend']!r} failed on {type(self._call.model).__name__} "

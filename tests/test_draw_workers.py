@@ -1,0 +1,125 @@
+"Workers: how many, by measurement; and what is said when one hangs, dies, or is only slow"
+import glob
+import os
+import signal
+import tempfile
+import threading
+import time
+
+import pytest
+import torch
+from fastai.data.core import DataLoaders, TfmdDL
+
+from fastbench.draw import workers
+from fastbench.draw.fast import fast_images
+from fastbench.draw.loader import PoolDL
+from fastbench.draw.pool import StuckWorker
+from fastbench.draw.seeded import SeededDL
+from fastbench.draw.workers import WatchedDL, WatchedSeededDL, auto_workers, best_count, time_workers, worker_counts
+from fastbench.errors import UserError
+from test_draw_loader import folder, loaders, same, seeded  # noqa: F401
+
+ITEMS = [torch.tensor(i) for i in range(12)]
+
+
+class At:
+    "Something happens at item 5"
+    def __init__(self, what): self.what = what
+    def __call__(self, o):
+        if o == 5: self.what()
+        return o
+
+
+def hang(): time.sleep(60)
+def leave(): os._exit(3)
+def killed(): os.kill(os.getpid(), signal.SIGKILL)
+def fail(): raise KeyError('my own')
+
+
+def dl(what, cls=WatchedDL, timeout=1., **kwargs):
+    res = cls(ITEMS, bs=2, after_item=At(what), num_workers=2, **kwargs)
+    res.item_timeout = timeout
+    return res
+
+
+def one_line(e): assert '\n' not in str(e.value), str(e.value); return str(e.value)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+    yield
+    assert not glob.glob(str(tmp_path/'tmp*'))
+
+
+@pytest.mark.parametrize('cls', [WatchedDL, WatchedSeededDL])
+def test_a_process_that_hangs(cls):
+    start = time.monotonic()
+    with pytest.raises(StuckWorker, match=r'at 5 for .* hang \(test_draw_workers.py:\d+\)') as e: list(dl(hang, cls))
+    assert one_line(e) and time.monotonic() - start < 10
+
+
+def test_the_limit_as_it_is_set_is_below_ten_seconds(): assert 0 < WatchedDL.item_timeout < 9 and PoolDL(ITEMS, bs=2).item_timeout < 9
+
+
+@pytest.mark.parametrize('what, said', [(leave, 'exit code 3|exited unexpectedly'), (killed, 'Killed|exited unexpectedly')], ids=['leaves', 'killed'])
+def test_a_process_that_dies(what, said):
+    start = time.monotonic()
+    with pytest.raises(StuckWorker, match=f'a loader died at 5: .*({said})') as e: list(dl(what))
+    assert one_line(e) and time.monotonic() - start < 10
+
+
+def test_an_error_is_its_own():
+    with pytest.raises(KeyError, match='my own'): list(dl(fail))
+
+
+def test_who_computes_for_long_is_not_disturbed():
+    "A worker may wait for the main process as long as it takes"
+    seen = []
+    for b in dl(lambda: None, timeout=.3):
+        time.sleep(.4)
+        seen += b.tolist()
+    assert sorted(seen) == list(range(12))
+
+
+def test_a_loop_that_is_left_leaves_no_thread():
+    n = threading.active_count()
+    for _ in dl(lambda: None): break
+    until = time.monotonic() + 3
+    while threading.active_count() > n and time.monotonic() < until: time.sleep(.05)
+    assert threading.active_count() <= n
+
+
+def test_without_processes_nothing_is_watched():
+    x = dl(lambda: None).new(num_workers=0)
+    assert len(list(x)) == 6 and x.board is None
+
+
+# How many
+
+def test_counts():
+    assert worker_counts(1) == [0, 1] and worker_counts(16) == [0, 1, 2, 4, 8, 16]
+    assert best_count({0: (100., 0), 1: (96., 0)}) == 0 and best_count({0: (100., 0), 1: (94., 0), 2: (106., 0)}) == 2
+
+
+def test_one_batch_is_enough_and_none_is_said():
+    assert time_workers(TfmdDL(ITEMS, bs=12, num_workers=0), [0])[0][0] > 0
+    with pytest.raises(UserError, match='no batch: 12 items, bs=20') as e: time_workers(TfmdDL(ITEMS, bs=20, drop_last=True, num_workers=0), [0])
+    assert one_line(e)
+
+
+def test_auto_keeps_order_items_and_kind(folder, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(workers, 'time_workers', lambda dl, counts, batches: {0: (10., 0.), 2: (30., .1), 4: (30., .1)})
+    for make, kind in ((lambda: DataLoaders(seeded(folder), seeded(folder, part=1)), WatchedSeededDL), (lambda: fast_images(loaders(folder)), PoolDL), (lambda: loaders(folder), WatchedDL)):
+        dls = make()
+        new = auto_workers(dls)
+        assert type(new.train) is type(new.valid) is kind and new.workers == 2 and new.worker_rates == {0: 10, 2: 30, 4: 30}
+        assert (new.train.threads if kind is PoolDL else new.train.fake_l.num_workers) == 2
+        for _ in range(2): assert [y.tolist() for _, y in dls.train] == [y.tolist() for _, y in new.train]
+        if kind is not WatchedDL: assert same(list(dls.train), list(new.train))
+
+
+def test_measured(folder):  # noqa: F811
+    rates = time_workers(fast_images(loaders(folder)).train, [0, 1], batches=3)
+    assert sorted(rates) == [0, 1] and all(r > 0 for r, _ in rates.values())
+    assert type(seeded(folder)) is SeededDL
