@@ -144,3 +144,13 @@ def test_an_error_inside_is_the_users_own(folder):
     dls.train.after_item.add(Fails())
     with pytest.raises(OSError, match='no such thing'), timed_stations(dls.train): [*dls.train]
     assert as_it_was(dls.train)
+
+
+@pytest.mark.parametrize('threads', [0, 2])
+def test_a_loader_with_threads_tells_its_own_stations(folder, threads):
+    from fastbench.draw.fast import fast_images
+    dls = fast_images(make(folder), threads=threads)
+    with timed_stations(dls.train) as ledger: n = len([*dls.train])
+    got = by_name(ledger.rows())
+    assert got['decode and crop']['calls'] == got['read']['calls'] == got['targets']['calls'] == 8*n and got['Normalize']['calls'] == n
+    assert dls.train.told is None and as_it_was(dls.train)

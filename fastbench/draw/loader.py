@@ -7,6 +7,7 @@ __all__ = ['image_class', 'ImageItems', 'PoolDL']
 
 # %% ../../nbs/draw/05_loader.ipynb #eb9c7075
 import os, random, warnings
+from time import perf_counter
 
 import torch
 from fastai.data.core import Datasets
@@ -96,6 +97,8 @@ class _Made:
 # %% ../../nbs/draw/05_loader.ipynb #045d1689
 class PoolDL(SeededDL):
     "A `TfmdDL` of images whose batches are made by threads"
+    stations = ('read', 'read'),('decode', 'decode and crop'),('label', 'targets')  # that threads work at
+    told = None  # Called with the number of a station and its seconds, while stations are timed
     def __init__(self, dataset, # A `Datasets` of which a part is opened by `PILImage.create`
                  threads=None, # How many; None: one for each core; 0: none
                  decoder='auto', # Who decodes; auto: the fastest that is installed
@@ -128,26 +131,34 @@ class PoolDL(SeededDL):
         return choose_decoder(self.decoder, self.exact)
 
 # %% ../../nbs/draw/05_loader.ipynb #c6fbda92
+def _nothing(*args): "Nobody wants to know"
+
 @patch
 def _image_into(self:PoolDL, out, i, plan, decoder):
     "Item `i`'s image, where it belongs"
     o,name = self.parts.file(i),item_name(self.dataset, i)
     rng = random.Random(item_seed(self.epoch_key, i))
+    start,told = perf_counter(),self.told or _nothing
     if isinstance(o, (str, os.PathLike)):
         name = os.fspath(o)
         with open(o, 'rb') as f: o = f.read()
+        told(0, (now := perf_counter()) - start)
+        start = now
     if not isinstance(o, bytes):
         im = self.parts.cls.create(o).convert('L' if self.parts.gray else 'RGB')
         out[:] = cut_exactly(im, plan.draw(*im.size, rng))
     else:
         head = read_header(o, name)
         cut(o, head, plan.draw(head.width, head.height, rng), out, decoder, self.exact, name)
+    told(1, perf_counter() - start)
 
 @patch
 def _item_into(self:PoolDL, made, row, i, plan, decoder):
     try:
         self._image_into(made.rows[row], i, plan, decoder)
+        start = perf_counter()
         made.others[row] = self.parts.others(i)
+        if self.told: self.told(2, perf_counter() - start)
         return
     except SkipItemException: pass
     except CorruptImage as e:

@@ -9,6 +9,7 @@ __all__ = ['Ledger', 'read_file', 'Timed', 'timed_stations', 'add_up']
 import os
 from contextlib import contextmanager
 from os import PathLike
+from threading import Lock
 from time import perf_counter
 from types import MethodType
 
@@ -16,6 +17,15 @@ import torch
 from fastcore.basics import patch
 from fasttransform import Pipeline
 from torch.utils.data import get_worker_info
+
+# %% ../../nbs/measure/11_stations.ipynb #cfbba75b
+_lock = Lock()  # threads of one process share a row
+
+def _new_lock():
+    global _lock
+    _lock = Lock()
+
+if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_new_lock)
 
 # %% ../../nbs/measure/11_stations.ipynb #d206b274
 class Ledger:
@@ -33,7 +43,7 @@ class Ledger:
         "One more call"
         info = get_worker_info()
         own = self.sums[info.id+1 if info else 0, i]
-        own += own.new_tensor((seconds, 1., opened))
+        with _lock: own += own.new_tensor((seconds, 1., opened))
 
     @property
     def processes(self):
@@ -92,14 +102,14 @@ def _named(f): return getattr(f, 'name', type(f).__name__).split(' --')[0].strip
 
 def _plan(dl):
     "Stations of `dl`, and the transforms with their numbers by pipeline"
-    names,plan = [('read', 'read')],[]
+    names,plan,own = [('read', 'read')],[],getattr(dl, 'stations', ())  # of a loader that tells them itself
     for owner,attr,where in _pipelines(dl):
         p = getattr(owner, attr, None)
-        if not isinstance(p, Pipeline): continue
+        if not isinstance(p, Pipeline) or own and where != 'batch': continue
         fs = [f for f in p.fs if _named(f) != 'noop']
         if fs: plan.append((owner, attr, p, fs, len(names), where))
         names += [(where, _named(f)) for f in fs]
-    return names + [('collate', 'collate'), ('all', 'all')],plan
+    return names + [*own, ('collate', 'collate'), ('all', 'all')],plan
 
 # %% ../../nbs/measure/11_stations.ipynb #56022dab
 def _timed_batches(ledger, make):
@@ -135,6 +145,8 @@ def timed_stations(dl, # A fastai `DataLoader`
         read = 0 if where == 'item' and attr == 'tfms' else None
         new.fs = type(p.fs)(Timed(f, ledger, first+i, read) for i,f in enumerate(fs))
         put(owner, attr, new)
+    own = getattr(dl, 'stations', ())
+    if own: put(dl, 'told', lambda i, seconds: ledger.add(len(names) - 2 - len(own) + i, seconds))
     put(dl, 'create_batch', MethodType(_timed_collate(ledger, dl.create_batch), dl))
     put(dl, 'create_batches', MethodType(_timed_batches(ledger, dl.create_batches), dl))
     try: yield ledger
