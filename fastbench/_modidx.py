@@ -4413,6 +4413,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastbench.vision.kinds.XResNet': ('vision/kinds.html#xresnet', 'fastbench/vision/kinds.py'),
                                         'fastbench.vision.kinds.XResNet.make_learner': ( 'vision/kinds.html#xresnet.make_learner',
                                                                                          'fastbench/vision/kinds.py'),
+                                        'fastbench.vision.kinds._by_threads': ( 'vision/kinds.html#_by_threads',
+                                                                                'fastbench/vision/kinds.py'),
                                         'fastbench.vision.kinds._or_all_there_is': ( 'vision/kinds.html#_or_all_there_is',
                                                                                      'fastbench/vision/kinds.py'),
                                         'fastbench.vision.kinds._workers': ('vision/kinds.html#_workers', 'fastbench/vision/kinds.py')},

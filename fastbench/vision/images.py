@@ -16,6 +16,7 @@ _data = "data source, 'auto', or a path: a folder by class, a table of files"
 _split = "validation: the data's own, or 20% of all images, drawn anew"
 _valid = "validation of a path's images; None: as they tell, else 20%"
 _label = 'column of the labels in a table; None: the one that it can only be'
+_loader = 'images by fastai, item by item, or by threads: see draw.loader; workers are threads then'
 _augment = 'where augmentation happens: see vision.augment; auto: as suits the data'
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Images(Kind, kind=False):
     label_col: str|None = setting(optional(text()), _label, default=None)
     size: int|None = setting(optional(whole(1)), 'image side in pixels; None: as the source has it', default=None)
     prefetch: int = setting(whole(1), 'batches fetched ahead by each worker', default=2)
+    loader: str = setting(one_of('items', 'threads'), _loader, default='items')
+    decoder: str = setting(text(), 'who decodes for threads; auto: the fastest installed', default='auto')
     channels_last: bool = setting(yes_no(), 'channels-last memory format', default=False)
     augment: str = setting(one_of('auto', 'items', 'once', 'bulk', 'batch'), _augment, default='auto')
     min_scale: float|None = setting(optional(real(0, 1, above=True)), default=None,
@@ -40,3 +43,5 @@ class Images(Kind, kind=False):
     def check(self):
         super().check()
         self.only_if(self.augment != 'auto', "augment='batch'", 'pad', 'cutout')
+        self.only_if(self.augment == 'auto', "augment='auto'", 'loader')
+        self.only_if(self.loader == 'threads', "loader='threads'", 'decoder')

@@ -26,10 +26,15 @@ def make_dls(self:Images, bs, device=None, offline=False):
     given = {o: getattr(self, o) for o in given}
     make = partial(vision_dls, self.data, self.size, workers=_workers(self), device=device, offline=offline, **given)
     dls = _or_all_there_is(self, bs, make)
+    if self.loader == 'threads': return _by_threads(self, dls)
     if self.augment == 'auto': return dls
     return augmented(dls, self.augment, self.pad, dls.info['flip'], self.cutout)
 
-def _workers(r): return 0 if r.augment == 'batch' and r.workers is None else r.workers
+def _workers(r): return 0 if r.loader == 'threads' or r.augment == 'batch' and r.workers is None else r.workers
+
+def _by_threads(r, dls):
+    from fastbench.draw.fast import fast_images
+    return fast_images(dls, threads=r.workers, decoder=r.decoder)
 
 # %% ../../nbs/vision/07_kinds.ipynb #3c3f0242
 def _or_all_there_is(r, bs, make):
