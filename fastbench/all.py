@@ -98,5 +98,5 @@ _all_ = [
     'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'compare_pairs', 'time_pairs',
     'doctor', 'report', 'suite', 'Energy', 'LogPhases',
     'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler', 'batch_augment', 'BatchCrop', 'BatchFit',
-    'BatchFlip', 'BatchAffine', 'BatchColour', 'BatchErase', 'BatchCutout', 'BatchNormalize', 'BatchMixUp', 'BatchCutMix',
-    'cached']
+    'BatchFlip', 'BatchAffine', 'BatchColour', 'BatchErase', 'BatchCutout',
+    'BatchNormalize', 'BatchMixUp', 'BatchCutMix', 'cached']
