@@ -13,7 +13,7 @@ import typer
 from .terminal import Json, app, argument, option, print_json
 from ..draw.kept import caches_dir, clear_caches, kept_caches
 
-# %% ../../nbs/command/09_cache.ipynb #de21f6c8
+# %% ../../nbs/command/09_cache.ipynb #d182d588
 _cache = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='List or clear the caches of prepared items.')
 app.add_typer(_cache, name='cache')
 
@@ -25,14 +25,16 @@ def _mb(n): return f'{n/1e9:.1f} GB' if n >= 1e9 else f'{n/1e6:.1f} MB'
 def list_caches(where:Where=None, as_json:Json=False):
     "Say which caches there are, how large, and of what."
     kept = kept_caches(where)
-    if as_json: return print_json([dict(name=o.path.name, bytes=o.size, complete=o.complete, says=o.says) for o in kept])
+    if as_json:
+        return print_json([dict(name=o.path.name, bytes=o.size, complete=o.complete, says=o.says) for o in kept])
     for o in kept: print(f'{o.path.name:50} {_mb(o.size):>10}  {o.says}')
     total = sum(o.size for o in kept)
     print(f'{len(kept)} in {caches_dir(where)}, {_mb(total)}' if kept else f'no caches in {caches_dir(where)}')
 
-# %% ../../nbs/command/09_cache.ipynb #4dcb109b
+# %% ../../nbs/command/09_cache.ipynb #ddda7d08
 @_cache.command('clear')
-def clear(names:argument(list[str], 'What those to clear begin with.', show_default='all', metavar='[NAME]...')=None, where:Where=None):
+def clear(names:argument(list[str], 'What those to clear begin with.', show_default='all', metavar='[NAME]...')=None,
+          where:Where=None):
     "Remove caches, finished or not."
     gone = clear_caches(names or (), where)
     print(f"cleared {len(gone)}: {_mb(sum(o.size for o in gone))}" if gone else f'no caches in {caches_dir(where)}')

@@ -109,7 +109,7 @@ def sample(x, # float: (n, channels, height, width)
         res[which] = _sampled(F.avg_pool2d(x[which], 2**k) if k else x[which], grid[which], mode, pad_mode)
     return res
 
-# %% ../../nbs/draw/12_affine.ipynb #9af3c114
+# %% ../../nbs/draw/12_affine.ipynb #b2c6ec18
 class BatchAffine(BatchCrop):
     "Crop, flip, rotate, zoom and warp each image of a batch in one step"
     def __init__(self, size=None, # Side in pixels, or (height, width); None: as the images are
@@ -132,17 +132,6 @@ class BatchAffine(BatchCrop):
         self.max_rotate,self.min_zoom,self.max_zoom,self.max_warp = max_rotate,min_zoom,max_zoom,max_warp
         if val_xtra is None and not self.crops: self.val_xtra = 0
 
-    def draw(self, x):
-        u = self.numbers(len(x), 51)
-        self.shape = tuple(x.shape[-2:])
-        self.out,self.mirror = self.size or self.shape,u[:,10] < self.flip
-        self.boxes = np.tile([0, 0, *self.shape], (len(x), 1))
-        self.matrices = self._warped(u) @ self._affine(u)
-        if not self.crops: return
-        crop = u[:,11:].reshape(-1, 10, 4)
-        self.boxes = random_boxes(crop, *self.shape, self.min_scale, self.max_scale, self.ratio)
-        self.matrices = box_matrices(self.boxes, *self.shape) @ self.matrices
-
     def encodes(self, x:TensorImage): return type(x)(self._moved(_plain(x)))
 
     def encodes(self, x:TensorMask):
@@ -155,6 +144,20 @@ class BatchAffine(BatchCrop):
         back = put(torch.from_numpy(np.linalg.inv(self.matrices)).to(x.dtype), x.device)
         y = torch.cat([_plain(x), torch.ones_like(_plain(x)[...,:1])], -1) @ back.mT
         return TensorPoint(y[...,:2]/y[...,2:], img_size=self.out[::-1])
+
+# %% ../../nbs/draw/12_affine.ipynb #88f2ca82
+@patch
+def draw(self:BatchAffine, x): # x: the first tensor of a batch
+    "Draw the matrices of a batch"
+    u = self.numbers(len(x), 51)
+    self.shape = tuple(x.shape[-2:])
+    self.out,self.mirror = self.size or self.shape,u[:,10] < self.flip
+    self.boxes = np.tile([0, 0, *self.shape], (len(x), 1))
+    self.matrices = self._warped(u) @ self._affine(u)
+    if not self.crops: return
+    crop = u[:,11:].reshape(-1, 10, 4)
+    self.boxes = random_boxes(crop, *self.shape, self.min_scale, self.max_scale, self.ratio)
+    self.matrices = box_matrices(self.boxes, *self.shape) @ self.matrices
 
 # %% ../../nbs/draw/12_affine.ipynb #fc74e352
 def _plain(x): return x.as_subclass(torch.Tensor)

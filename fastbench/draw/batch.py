@@ -18,7 +18,7 @@ from .erase import BatchCutout, BatchErase
 from ..errors import UserError
 from ..train.transfer import put
 
-# %% ../../nbs/draw/16_batch.ipynb #460c214f
+# %% ../../nbs/draw/16_batch.ipynb #8857b268
 def normalised(x, # Bytes, or floats from 0 to 1, which are changed
                mean, # Of values from 0 to 1, (1, channels, 1, 1)
                std, # Likewise
@@ -31,7 +31,7 @@ def normalised(x, # Bytes, or floats from 0 to 1, which are changed
 class BatchNormalize(Normalize):
     "fastai's `Normalize` in place, which takes bytes as well"
     def encodes(self, x:TensorImage):
-        return type(x)(normalised(x.as_subclass(torch.Tensor), *(o.as_subclass(torch.Tensor) for o in (self.mean, self.std))))
+        return type(x)(normalised(*(o.as_subclass(torch.Tensor) for o in (x, self.mean, self.std))))
 
 # %% ../../nbs/draw/16_batch.ipynb #ca7d154b
 def batch_augment(size=None, # Side of the results in pixels, or (height, width); None: as the images are

@@ -21,7 +21,7 @@ from ..errors import UserError
 from ..machine.download import locked
 from ..machine.environment import worker_cores
 
-# %% ../../nbs/draw/23_build.ipynb #9e8fdb66
+# %% ../../nbs/draw/23_build.ipynb #2478ab4d
 class NoSpace(UserError):
     "A disk that cannot hold a cache"
 
@@ -39,6 +39,7 @@ class Items:
         except Exception as e:
             raise UserError(f'cannot prepare {self.name(i)} for the cache: {str(e) or type(e).__name__}') from e
 
+# %% ../../nbs/draw/23_build.ipynb #2a88a616
 def write_part(items:Items, # All of them
                k, # Number of the part
                folder, # Where to
@@ -55,7 +56,8 @@ def write_part(items:Items, # All of them
     path = folder/part_name(k, ext)
     try:
         write(part, path)
-        said = dict(name=path.name, bytes=path.stat().st_size, crc=checksum(path), types=[asdict(f) for f in part.fields])
+        said = dict(name=path.name, bytes=path.stat().st_size, crc=checksum(path))
+        said['types'] = [asdict(f) for f in part.fields]
         _save(folder/f'{path.name}.npz', said=np.array(json.dumps(said)), **part.index())
     except OSError as e: raise _full(e, folder)
     return said
@@ -70,8 +72,8 @@ def _save(path, **arrays):
 
 def _full(e, folder):
     if e.errno not in (errno.ENOSPC, errno.EDQUOT): return e
-    return NoSpace(f'no space left in {folder.parent} while a cache was written. What is done is kept, and the next call '
-                   'goes on: free some space, or name another folder with where=')
+    return NoSpace(f'no space left in {folder.parent} while a cache was written. What is done is kept, and the next '
+                   'call goes on: free some space, or name another folder with where=')
 
 # %% ../../nbs/draw/23_build.ipynb #2d59d471
 def written(folder, # Of the parts
@@ -126,7 +128,7 @@ def _bar(title, total):
         task = bar.add_task(title, total=total)
         yield lambda done: bar.update(task, completed=done)
 
-# %% ../../nbs/draw/23_build.ipynb #98d2d935
+# %% ../../nbs/draw/23_build.ipynb #86fdc214
 def _gb(n): return f'{n/1e9:.1f} GB' if n >= 1e8 else f'{n/1e6:.1f} MB'
 
 def check_space(items:Items, # All of them
@@ -140,11 +142,11 @@ def check_space(items:Items, # All of them
     except UserError as e: raise UserError(f'this pipeline cannot be cached: {e}') from e
     need,free = int(np.mean(sizes)*items.n*(1-done)*1.01) + 2**16,shutil.disk_usage(folder).free
     if need > free:
-        raise NoSpace(f'the cache would take about {_gb(need)}, and {folder} has {_gb(free)} left: free some space, name '
-                      'another folder with where=, or keep smaller images (size=)')
+        raise NoSpace(f'the cache would take about {_gb(need)}, and {folder} has {_gb(free)} left: free some space, '
+                      'name another folder with where=, or keep smaller images (size=)')
     return need
 
-# %% ../../nbs/draw/23_build.ipynb #dcfd18b8
+# %% ../../nbs/draw/23_build.ipynb #6c09517a
 def _merged(folder, said):
     indexes = []
     for o in said:
@@ -158,15 +160,19 @@ def finish(building, # The folder with all parts
     "Write the index and what the cache is"
     types = said[0]['types']
     other = next((o for o in said if o['types'] != types), None)
-    if other: raise UserError(f"the items of {other['name']} are of other types than those of the first part: a cache wants one type a field")
+    if other:
+        raise UserError(f"the items of {other['name']} are of other types than those of the first part: a cache wants "
+                        'one type a field')
     _save(building/'index.npz', **_merged(building, said))
     parts = [{k: o[k] for k in ('name', 'bytes', 'crc')} for o in said]
     index = dict(name='index.npz', bytes=(building/'index.npz').stat().st_size, crc=checksum(building/'index.npz'))
-    about = about | dict(format=FORMAT, types=types, fields=[o['cls'].split(':')[1] for o in types], parts=parts, index=index)
+    fields = [o['cls'].split(':')[1] for o in types]
+    about = about | dict(format=FORMAT, types=types, fields=fields, parts=parts, index=index)
     tmp = building/'cache.json.tmp'
     tmp.write_text(json.dumps(about), encoding='utf-8')
     os.replace(tmp, building/'cache.json')
 
+# %% ../../nbs/draw/23_build.ipynb #531d319c
 def build(folder, # Of the cache
           items:Items, # What is in it
           store='array', # array: mapped into memory; parquet
@@ -199,7 +205,7 @@ def _write_all(said, todo, items, building, store, per_part, workers, tell):
             said[k] = o
             (tell or (lambda done,n: bar(done)))(min(len(said)*per_part, items.n), items.n)
 
-# %% ../../nbs/draw/23_build.ipynb #05d098f7
+# %% ../../nbs/draw/23_build.ipynb #6f3169df
 def damaged(folder, # Of a cache
             about, # What its `cache.json` says
     )->list: # Names of files
@@ -229,6 +235,7 @@ def open_store(folder, # Of the cache
     build(folder, items, tell=tell_done, **how)
     return Store(folder, read_about(folder))
 
+# %% ../../nbs/draw/23_build.ipynb #2870a430
 def _why(wrong, usable, version):
     if version != FORMAT: return f'was made by another version (format {version}, not {FORMAT})'
     if not usable: return 'is damaged (cache.json)'

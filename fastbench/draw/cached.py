@@ -6,7 +6,7 @@
 __all__ = ['draws', 'before_chance', 'cache_key', 'CachedItems', 'smaller', 'cached_items', 'batch_crop', 'NormalizeBytes',
            'CachedDL', 'CachedLoaders', 'cached_loader', 'cached']
 
-# %% ../../nbs/draw/24_cached.ipynb #dd636d6d
+# %% ../../nbs/draw/24_cached.ipynb #a89b9507
 import os, random
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from fastai.data.load import chunked
 from fastai.data.transforms import IntToFloatTensor, Normalize, ToTensor
 from fastai.torch_core import TensorBase, TensorImage, TensorImageBW
 from fastai.vision.augment import FlipItem, RandomResizedCrop, RandTransform, Resize, ResizeMethod
-from fastcore.basics import GetAttr, merge
+from fastcore.basics import GetAttr, merge, patch
 from PIL import Image
 
 from .. import __version__
@@ -134,7 +134,7 @@ def _title(dataset):
     root = Path(os.path.commonpath([Path(o).absolute().parent for o in files])).name if files else ''
     return ''.join(c if c.isalnum() else '_' for c in root)[:40] or 'items'
 
-# %% ../../nbs/draw/24_cached.ipynb #780e18c5
+# %% ../../nbs/draw/24_cached.ipynb #14d50add
 def batch_crop(fs, # Item transforms from the first that draws on
     ): # A `BatchCrop` that does the same to a batch; None: there is nothing to crop
     "What crops and mirrors a batch as these transforms do an item"
@@ -143,13 +143,14 @@ def batch_crop(fs, # Item transforms from the first that draws on
     other = [f for f in fs if f not in crops and f not in flips and type(f) is not ToTensor]
     if other or len(crops) > 1 or len(flips) > 1:
         name = type((other or crops[1:] or flips[1:])[0]).__name__
-        raise UserError(f'whole=True does one RandomResizedCrop or Resize and one FlipItem for a batch, not {name}: leave '
-                        'it to batch_tfms, or let items be made one by one (whole=False)')
+        raise UserError(f'whole=True does one RandomResizedCrop or Resize and one FlipItem for a batch, not {name}: '
+                        'leave it to batch_tfms, or let items be made one by one (whole=False)')
     if not fs or all(type(f) is ToTensor for f in fs): return None
     if not crops: raise UserError('whole=True needs a RandomResizedCrop or Resize: images of one size make a batch')
     crop,flip = crops[0],flips[0].p if flips else 0.
     size = tuple(crop.size[::-1])
-    if isinstance(crop, RandomResizedCrop): return BatchCrop(size, crop.min_scale, crop.ratio, crop.val_xtra, crop.max_scale, flip)
+    if isinstance(crop, RandomResizedCrop):
+        return BatchCrop(size, crop.min_scale, crop.ratio, crop.val_xtra, crop.max_scale, flip)
     if crop.method != ResizeMethod.Crop: raise UserError(f'whole=True does not know Resize(method={crop.method!r})')
     return BatchFit(size, flip)
 
@@ -166,7 +167,7 @@ class NormalizeBytes(BatchNormalize):
         mean,std = (o.as_subclass(torch.Tensor).cpu() for o in (self.mean, self.std))
         return 1/(255*std),-mean/std
 
-# %% ../../nbs/draw/24_cached.ipynb #deaf65c5
+# %% ../../nbs/draw/24_cached.ipynb #4789fc6f
 class CachedDL(CopiesAhead, TfmdDL):
     "A loader that cuts its batches from a cache"
     def __init__(self, dataset, # `CachedItems`
@@ -199,28 +200,32 @@ class CachedDL(CopiesAhead, TfmdDL):
         return tuple(self._images(store, idxs) if j == 0 and self.crop else _typed(store, j, store.stacked(idxs, j))
                      for j in range(len(store.fields)))
 
-    def _images(self, store, idxs):
-        self.crop.next_items(idxs)
-        training = not getattr(self.dataset, 'split_idx', None)
-        norm = next((f for f in self.after_batch.fs if isinstance(f, NormalizeBytes)), None)
-        images = [store.image(i) for i in idxs]
-        in_floats = norm and training and (self.device is None or self.device.type == 'cpu')
-        out = self.memory.empty(len(idxs), images[0].shape[2], *self.crop.size) if in_floats else None
-        x = self.crop.cut_each(images, training, norm.scale if in_floats else None, out)
-        return (TensorImageBW if x.shape[1] == 1 else TensorImage)(x)
+# %% ../../nbs/draw/24_cached.ipynb #bf74318e
+@patch
+def _images(self:CachedDL, store, idxs):
+    self.crop.next_items(idxs)
+    training = not getattr(self.dataset, 'split_idx', None)
+    norm = next((f for f in self.after_batch.fs if isinstance(f, NormalizeBytes)), None)
+    images = [store.image(i) for i in idxs]
+    in_floats = norm and training and (self.device is None or self.device.type == 'cpu')
+    out = self.memory.empty(len(idxs), images[0].shape[2], *self.crop.size) if in_floats else None
+    x = self.crop.cut_each(images, training, norm.scale if in_floats else None, out)
+    return (TensorImageBW if x.shape[1] == 1 else TensorImage)(x)
 
 def _typed(store, j, x):
     kind = _class_of(store.fields[j])
     return x.as_subclass(kind) if issubclass(kind, TensorBase) else x
 
-# %% ../../nbs/draw/24_cached.ipynb #1af95a0e
+# %% ../../nbs/draw/24_cached.ipynb #18da158d
 def _check_whole(store, crop):
     for j,f in enumerate(store.fields):
         if crop and j == 0:
             if f.kind != 'image' or f.dtype != 'uint8' or f.mode not in ('RGB', 'L'):
                 raise UserError(f'whole=True crops images of bytes (RGB or L), not {f}')
-        elif f.kind not in ('tensor', 'value'): raise UserError(f'whole=True cannot stack a field of {f}: use whole=False')
-        elif not store.is_even(j): raise UserError(f'whole=True cannot stack field {j} ({f}): its items differ in shape')
+        elif f.kind not in ('tensor', 'value'):
+            raise UserError(f'whole=True cannot stack a field of {f}: use whole=False')
+        elif not store.is_even(j):
+            raise UserError(f'whole=True cannot stack field {j} ({f}): its items differ in shape')
 
 def _in_place(fs):
     "Bytes to normalised floats in one step, where nothing comes between"

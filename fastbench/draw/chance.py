@@ -33,7 +33,7 @@ def uniforms(key, # A whole number: what the seed and the epoch have become
     start = _mixed(np.asarray(items).astype(np.uint64)*step + _mixed(np.array([key % 2**64], np.uint64)))
     return (_mixed(start[:,None] + step*np.arange(1, k+1, dtype=np.uint64)) >> np.uint64(11))*2.**-53
 
-# %% ../../nbs/draw/10_chance.ipynb #8025c40f
+# %% ../../nbs/draw/10_chance.ipynb #33158e31
 class BatchTransform(RandTransform):
     "A batch transform which draws for each image on its own"
     def __init__(self, seed=None, # Of the draws, where the loader has none of its own; None: PyTorch's generator
@@ -59,8 +59,8 @@ class BatchTransform(RandTransform):
         raise NotImplementedError
 
     def encodes(self, x:TensorBBox):
-        raise UserError(f'{type(self).__name__} does not move boxes (TensorBBox): use the transforms of fastai for them, '
-                        'such as RandomResizedCrop as an item transform')
+        raise UserError(f'{type(self).__name__} does not move boxes (TensorBBox): use the transforms of fastai '
+                        'for them, such as RandomResizedCrop as an item transform')
 
 # %% ../../nbs/draw/10_chance.ipynb #b817597a
 def _key(seed, name): return int(seed)<<32 | crc32(name.encode())

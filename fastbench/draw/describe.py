@@ -83,7 +83,7 @@ def _codes(code):
     "Code of a function and of those within it"
     return [code, *(c for o in code.co_consts if isinstance(o, types.CodeType) for c in _codes(o))]
 
-# %% ../../nbs/draw/21_describe.ipynb #2b35ca54
+# %% ../../nbs/draw/21_describe.ipynb #f9b7731e
 _PLAIN = type(None), bool, int, float, complex, str, bytes
 _PASSING = {'do', '__signature__', 'init_enc', '_name', 'train_setup'}
 
@@ -105,6 +105,7 @@ def __call__(self:Describer, o):
     if isinstance(o, (list, tuple, L)): return [type(o).__name__, [self(v) for v in o]]
     return self.thing(o)
 
+# %% ../../nbs/draw/21_describe.ipynb #e6d84ed6
 @patch
 def array(self:Describer, o): # o: an array or tensor
     "Its type, shape and contents"
@@ -120,13 +121,14 @@ def kind(self:Describer, o): # o: a class
     parts = [[k, self(_unwrapped(v))] for k,v in sorted(vars(o).items()) if k not in _OF_CLASS]
     return ['class', name, self.source(o), [self(b) for b in o.__bases__ if b is not object], parts]
 
-_OF_CLASS = set('__module__ __qualname__ __doc__ __dict__ __weakref__ __signature__ __annotations__ __firstlineno__ __slots__'.split())
-_OF_CLASS |= {'__static_attributes__', '__annotate__', '__annotate_func__', '__annotations_cache__', '__annotate__'}
+_OF_CLASS = set('''__module__ __qualname__ __doc__ __dict__ __weakref__ __signature__ __annotations__ __firstlineno__
+    __slots__ __static_attributes__ __annotate__ __annotate_func__ __annotations_cache__'''.split())
 
 def _unwrapped(o):
     if isinstance(o, property): return [o.fget, o.fset, o.fdel]
     return o.__func__ if isinstance(o, (classmethod, staticmethod)) else o
 
+# %% ../../nbs/draw/21_describe.ipynb #f1575291
 @patch
 def thing(self:Describer, o): # o: an object
     "Its class and its attributes"
@@ -134,8 +136,10 @@ def thing(self:Describer, o): # o: an object
         return ['function', [self(m.implementation) for m in o.methods]]
     if isinstance(o, (types.BuiltinFunctionType, types.MethodWrapperType)) or type(o).__name__ == 'ufunc':
         return ['builtin', _named(o)[1] if hasattr(o, '__qualname__') else repr(o)]
-    if not hasattr(o, '__dict__') and not hasattr(type(o), '__slots__'): self.refuse(f'it holds {o!r:.60}, which cannot be told from another')
-    if hasattr(o, 'read') or hasattr(o, '__next__'): self.refuse(f'it holds {o!r:.60}, whose contents depend on what was read of it')
+    if not hasattr(o, '__dict__') and not hasattr(type(o), '__slots__'):
+        self.refuse(f'it holds {o!r:.60}, which cannot be told from another')
+    if hasattr(o, 'read') or hasattr(o, '__next__'):
+        self.refuse(f'it holds {o!r:.60}, whose contents depend on what was read of it')
     state = {k: v for k,v in getattr(o, '__dict__', {}).items() if k not in _PASSING}
     state |= {k: getattr(o, k) for c in type(o).__mro__ for k in _slots(c) if hasattr(o, k)}
     return ['object', self(type(o)), [[k, self(state[k])] for k in sorted(state)]]

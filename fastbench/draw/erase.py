@@ -72,7 +72,7 @@ def erase_masked(x, # (n, channels, height, width), on any device
     if value is not None: return x.masked_fill(mask, value)
     return torch.where(mask, torch.empty_like(x).normal_(generator=generator), x)
 
-# %% ../../nbs/draw/14_erase.ipynb #dc036948
+# %% ../../nbs/draw/14_erase.ipynb #31592974
 class BatchErase(BatchTransform):
     "Replace a rectangle by noise in some images of a training batch, each its own"
     order = 100 # as fastai's: after Normalize
@@ -85,7 +85,8 @@ class BatchErase(BatchTransform):
                  seed=None, # As for `BatchTransform`
         ):
         super().__init__(seed)
-        if not 0 <= sl <= sh <= 1: raise UserError(f'sl={sl}, sh={sh} cannot be: shares of the area, the least one first')
+        if not 0 <= sl <= sh <= 1:
+            raise UserError(f'sl={sl}, sh={sh} cannot be: shares of the area, the least one first')
         self.chance,self.sl,self.sh,self.min_aspect,self.max_count,self.value = p,sl,sh,min_aspect,max_count,value
 
     def draw(self, x):

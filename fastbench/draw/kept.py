@@ -59,7 +59,7 @@ def kept_caches(where=None # As for `caches_dir`
     ours = [o for o in root.iterdir() if o.is_dir() and ((o/'cache.json').is_file() or o.name.endswith('.building'))]
     return [_kept(o) for o in sorted(ours)]
 
-# %% ../../nbs/draw/20_kept.ipynb #e8c0bb3f
+# %% ../../nbs/draw/20_kept.ipynb #de289210
 def lock_of(folder): # folder: of a cache
     "The file that is locked while a cache is built or cleared"
     name = folder.name.removeprefix('.').removesuffix('.building')
@@ -72,7 +72,8 @@ def clear_caches(names=(), # What those to clear begin with; none: all
     kept = kept_caches(where)
     def named(o): return o.path.name.removeprefix('.')
     missing = [n for n in names if not any(named(o).startswith(n) for o in kept)]
-    if missing: raise UserError(f'no cache begins with {missing[0]!r} in {caches_dir(where)}: `fastbench cache list` shows them')
+    if missing:
+        raise UserError(f'no cache begins with {missing[0]!r} in {caches_dir(where)}: see `fastbench cache list`')
     gone = [o for o in kept if not names or any(named(o).startswith(n) for n in names)]
     for o in gone:
         with locked(lock_of(o.path)): shutil.rmtree(o.path, ignore_errors=True)

@@ -54,7 +54,7 @@ def as_bytes(o # An image, tensor, array, number or text
         return Field('value', _cls(o), str(a.dtype)),a.reshape(1).view(np.uint8),()
     raise UserError(f'a cache keeps images, tensors, arrays, numbers and texts, not {type(o).__name__}')
 
-# %% ../../nbs/draw/22_store.ipynb #0ce59e68
+# %% ../../nbs/draw/22_store.ipynb #5d77ea4d
 def _class_of(field):
     module,name = field.cls.split(':')
     res = import_module(module)
@@ -73,11 +73,12 @@ def from_bytes(field:Field, # Its type
     if field.kind == 'tensor':
         return torch.from_numpy(np.array(raw)).view(getattr(torch, field.dtype)).reshape(shape).as_subclass(cls)
     a = np.array(raw).view(field.dtype).reshape(shape)
-    im = Image.frombuffer(field.mode, shape[1::-1], a, 'raw', field.mode, 0, 1) if a.dtype == np.uint8 else Image.fromarray(a)
+    is_bytes,size = a.dtype == np.uint8,shape[1::-1]
+    im = Image.frombuffer(field.mode, size, a, 'raw', field.mode, 0, 1) if is_bytes else Image.fromarray(a)
     im.readonly = 0
     return im if cls is Image.Image else cls(im)
 
-# %% ../../nbs/draw/22_store.ipynb #eb57cec3
+# %% ../../nbs/draw/22_store.ipynb #59f62e92
 def _rename(tmp, path):
     with open(tmp, 'rb+') as f: os.fsync(f.fileno())
     os.replace(tmp, path)
@@ -94,7 +95,8 @@ class PartWriter:
         if self.fields is None: self.fields = fields
         for i,(a,b) in enumerate(zip(self.fields, fields)):
             if a != b: raise UserError(f'its field {i} is {b}, that of other items {a}: a cache wants one type')
-        if len(fields) != len(self.fields): raise UserError(f'it has {len(fields)} fields, other items {len(self.fields)}')
+        if len(fields) != len(self.fields):
+            raise UserError(f'it has {len(fields)} fields, other items {len(self.fields)}')
         if self.shapes and any(len(a) != len(b[2]) for a,b in zip(self.shapes[0], parts)):
             raise UserError('it has another number of dimensions than other items')
         self.raw.append([o[1] for o in parts])
