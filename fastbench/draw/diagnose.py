@@ -125,7 +125,8 @@ def _with_cache(learn, batches=16):
     made.folder = folder  # as long as the loader is there
     return DataLoaders(made, made)
 
-remedies.append(Remedy('a cache of what is the same each time', 'learn.dls = cached(learn.dls, whole=True)', _with_cache))
+_line = 'learn.dls = cached(learn.dls, whole=True)'
+remedies.append(Remedy('a cache of what is the same each time', _line, _with_cache))
 
 # %% ../../nbs/draw/45_diagnose.ipynb #63c3a468
 def _expected(learn, dl, each, now, most):
