@@ -20,7 +20,7 @@ from .chance import between, with_chance
 from .crop import BatchCrop, crop_nearest, pair, random_boxes
 from ..train.transfer import put
 
-# %% ../../nbs/draw/12_affine.ipynb #d7190196
+# %% ../../nbs/draw/12_affine.ipynb #6daf8188
 def _matrices(n, **at):
     "n identities, with the entries given as rc=values"
     res = np.tile(np.eye(3), (n, 1, 1))
@@ -31,6 +31,7 @@ def flip_matrices(mirror): # mirror: which are mirrored, (n,)
     "Mirror images"
     return _matrices(len(mirror), m00=np.where(mirror, -1., 1.))
 
+# %% ../../nbs/draw/12_affine.ipynb #0a3a352a
 def rotate_matrices(degrees, # (n,)
                     height=1, # Of the image, pixels
                     width=1, # Likewise
@@ -40,6 +41,7 @@ def rotate_matrices(degrees, # (n,)
     cos,sin = np.cos(a),np.sin(a)
     return _matrices(len(a), m00=cos, m01=sin*height/width, m10=-sin*width/height, m11=cos)
 
+# %% ../../nbs/draw/12_affine.ipynb #67c6a173
 def zoom_matrices(zoom, # How much larger, (n,)
                   x, # Where the middle is, from 0 to 1: (n,)
                   y, # Likewise
@@ -48,7 +50,7 @@ def zoom_matrices(zoom, # How much larger, (n,)
     s = 1/zoom
     return _matrices(len(s), m00=s, m11=s, m02=(1-s)*(2*x-1), m12=(1-s)*(2*y-1))
 
-# %% ../../nbs/draw/12_affine.ipynb #fc9fe571
+# %% ../../nbs/draw/12_affine.ipynb #47edccdb
 def warp_matrices(x, # How far corners move along x: (n,)
                   y, # And along y
     ): # (n, 3, 3)
@@ -63,6 +65,7 @@ def warp_matrices(x, # How far corners move along x: (n,)
     res = np.linalg.solve(A, np.broadcast_to(to.T.reshape(-1, 1), (len(x), 8, 1)))[...,0]
     return np.concatenate([res, np.ones((len(x), 1))], 1).reshape(-1, 3, 3)
 
+# %% ../../nbs/draw/12_affine.ipynb #5fd57f92
 def box_matrices(boxes, # Top, left, height, width of each: (n, 4)
                  height, # Of the images, pixels
                  width, # Likewise
@@ -87,10 +90,11 @@ def _grid(m, size, flat):
     at = m @ torch.stack([x, y, torch.ones_like(x)])
     return (at[:,:2]/at[:,2:]).mT.view(-1, *size, 2)
 
-# %% ../../nbs/draw/12_affine.ipynb #bfa4f761
+# %% ../../nbs/draw/12_affine.ipynb #cad38f8c
 def _sampled(x, grid, mode, pad_mode):
     return F.grid_sample(x, grid, mode=mode, padding_mode=pad_mode, align_corners=True)
 
+# %% ../../nbs/draw/12_affine.ipynb #1b9958a3
 def sample(x, # float: (n, channels, height, width)
            matrices, # numpy: (n, 3, 3)
            size, # Of the results: (height, width)
@@ -159,7 +163,7 @@ def draw(self:BatchAffine, x): # x: the first tensor of a batch
     self.boxes = random_boxes(crop, *self.shape, self.min_scale, self.max_scale, self.ratio)
     self.matrices = box_matrices(self.boxes, *self.shape) @ self.matrices
 
-# %% ../../nbs/draw/12_affine.ipynb #fc74e352
+# %% ../../nbs/draw/12_affine.ipynb #e9da4647
 def _plain(x): return x.as_subclass(torch.Tensor)
 
 @patch
@@ -169,12 +173,14 @@ def _affine(self:BatchAffine, u):
     rotate = rotate_matrices(turn, *(self.out if self.crops else self.shape))
     return flip_matrices(self.mirror) @ rotate @ zoom_matrices(zoom, u[:,4], u[:,5])
 
+# %% ../../nbs/draw/12_affine.ipynb #6d2ec9a6
 @patch
 def _warped(self:BatchAffine, u):
     if not self.max_warp: return _matrices(len(u))
     x,y = (with_chance(u[:,i], self.p, between(u[:,i+1], -self.max_warp, self.max_warp)) for i in (6, 8))
     return warp_matrices(x, y)
 
+# %% ../../nbs/draw/12_affine.ipynb #7660fca3
 @patch
 def _moved(self:BatchAffine, x, mode='bilinear'):
     if self.training:
@@ -184,6 +190,7 @@ def _moved(self:BatchAffine, x, mode='bilinear'):
     if not self.size: return x
     return self.middle(x, crop_nearest if mode == 'nearest' else None)
 
+# %% ../../nbs/draw/12_affine.ipynb #4a19dc11
 @patch
 def _point_middle(self:BatchAffine, x):
     if not self.size: return x

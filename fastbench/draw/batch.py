@@ -33,7 +33,7 @@ class BatchNormalize(Normalize):
     def encodes(self, x:TensorImage):
         return type(x)(normalised(*(o.as_subclass(torch.Tensor) for o in (x, self.mean, self.std))))
 
-# %% ../../nbs/draw/16_batch.ipynb #ca7d154b
+# %% ../../nbs/draw/16_batch.ipynb #2f70627a
 def batch_augment(size=None, # Side of the results in pixels, or (height, width); None: as the images are
                   min_scale=None, # Least share of an image's area in its crop; None: .08 if `size` and no affine
                   flip=.5, # Chance to be mirrored
@@ -63,6 +63,7 @@ def batch_augment(size=None, # Side of the results in pixels, or (height, width)
     if cutout: res.append(BatchCutout(cutout, seed=seed))
     return res
 
+# %% ../../nbs/draw/16_batch.ipynb #b2fdd4aa
 def _geometry(size, min_scale, flip, affine, seed):
     if affine['max_rotate'] or affine['max_warp'] or (affine['min_zoom'],affine['max_zoom']) != (1, 1):
         return [BatchAffine(size, min_scale, flip, seed=seed, **affine)]

@@ -21,10 +21,11 @@ from ..errors import UserError
 from ..machine.download import locked
 from ..machine.environment import worker_cores
 
-# %% ../../nbs/draw/23_build.ipynb #2478ab4d
+# %% ../../nbs/draw/23_build.ipynb #e3937ecb
 class NoSpace(UserError):
     "A disk that cannot hold a cache"
 
+# %% ../../nbs/draw/23_build.ipynb #10c30b3e
 class Items:
     "What a cache is made of"
     def __init__(self, get, # Called with a number: the item, a tuple
@@ -39,7 +40,7 @@ class Items:
         except Exception as e:
             raise UserError(f'cannot prepare {self.name(i)} for the cache: {str(e) or type(e).__name__}') from e
 
-# %% ../../nbs/draw/23_build.ipynb #2a88a616
+# %% ../../nbs/draw/23_build.ipynb #a58bb733
 def write_part(items:Items, # All of them
                k, # Number of the part
                folder, # Where to
@@ -62,6 +63,7 @@ def write_part(items:Items, # All of them
     except OSError as e: raise _full(e, folder)
     return said
 
+# %% ../../nbs/draw/23_build.ipynb #36fca66f
 def _save(path, **arrays):
     tmp = path.with_name(f'{path.name}.tmp')
     with open(tmp, 'wb') as f:
@@ -70,6 +72,7 @@ def _save(path, **arrays):
         os.fsync(f.fileno())
     os.replace(tmp, path)
 
+# %% ../../nbs/draw/23_build.ipynb #e0b32700
 def _full(e, folder):
     if e.errno not in (errno.ENOSPC, errno.EDQUOT): return e
     return NoSpace(f'no space left in {folder.parent} while a cache was written. What is done is kept, and the next '
@@ -87,7 +90,7 @@ def written(folder, # Of the parts
         return said if path.stat().st_size == said['bytes'] and checksum(path) == said['crc'] else None
     except Exception: return None  # whatever is wrong with the file, it is made anew
 
-# %% ../../nbs/draw/23_build.ipynb #c9148015
+# %% ../../nbs/draw/23_build.ipynb #d8e6282d
 _job = None # What forked processes work on
 
 def _one(k):
@@ -95,6 +98,7 @@ def _one(k):
     items,*args = _job
     return k,write_part(items, k, *args)
 
+# %% ../../nbs/draw/23_build.ipynb #196ebcca
 def _in_processes(todo, workers):
     with ProcessPoolExecutor(workers, multiprocessing.get_context('fork')) as pool:
         futures = [pool.submit(_one, k) for k in todo]
@@ -104,6 +108,7 @@ def _in_processes(todo, workers):
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
+# %% ../../nbs/draw/23_build.ipynb #cc67eed9
 def write_parts(items:Items, # All of them
                 todo, # Numbers of the parts
                 folder, # Where to
@@ -117,6 +122,7 @@ def write_parts(items:Items, # All of them
     try: yield from (_in_processes(todo, min(workers, len(todo))) if workers > 1 and len(todo) > 1 else map(_one, todo))
     finally: _job = None
 
+# %% ../../nbs/draw/23_build.ipynb #b4a7ed1c
 @contextmanager
 def _bar(title, total):
     if not sys.stderr.isatty():
@@ -128,9 +134,10 @@ def _bar(title, total):
         task = bar.add_task(title, total=total)
         yield lambda done: bar.update(task, completed=done)
 
-# %% ../../nbs/draw/23_build.ipynb #86fdc214
+# %% ../../nbs/draw/23_build.ipynb #54db88d8
 def _gb(n): return f'{n/1e9:.1f} GB' if n >= 1e8 else f'{n/1e6:.1f} MB'
 
+# %% ../../nbs/draw/23_build.ipynb #56278652
 def check_space(items:Items, # All of them
                 folder, # Where the cache is to be
                 done=0, # Share of it that is there
@@ -146,13 +153,14 @@ def check_space(items:Items, # All of them
                       'name another folder with where=, or keep smaller images (size=)')
     return need
 
-# %% ../../nbs/draw/23_build.ipynb #6c09517a
+# %% ../../nbs/draw/23_build.ipynb #b5ff8c05
 def _merged(folder, said):
     indexes = []
     for o in said:
         with np.load(folder/f"{o['name']}.npz") as f: indexes.append({k: f[k] for k in f.files if k != 'said'})
     return {k: np.concatenate([o[k] for o in indexes]) for k in indexes[0]}
 
+# %% ../../nbs/draw/23_build.ipynb #f3044144
 def finish(building, # The folder with all parts
            said, # What `write_part` gave for each
            about, # What else `cache.json` is to say
@@ -172,7 +180,7 @@ def finish(building, # The folder with all parts
     tmp.write_text(json.dumps(about), encoding='utf-8')
     os.replace(tmp, building/'cache.json')
 
-# %% ../../nbs/draw/23_build.ipynb #531d319c
+# %% ../../nbs/draw/23_build.ipynb #7117b3e3
 def build(folder, # Of the cache
           items:Items, # What is in it
           store='array', # array: mapped into memory; parquet
@@ -197,6 +205,7 @@ def build(folder, # Of the cache
         os.replace(building, folder)
     return True
 
+# %% ../../nbs/draw/23_build.ipynb #fefee0f9
 def _write_all(said, todo, items, building, store, per_part, workers, tell):
     workers = worker_cores() if workers is None else workers
     if not hasattr(os, 'fork'): workers = 0
@@ -205,7 +214,7 @@ def _write_all(said, todo, items, building, store, per_part, workers, tell):
             said[k] = o
             (tell or (lambda done,n: bar(done)))(min(len(said)*per_part, items.n), items.n)
 
-# %% ../../nbs/draw/23_build.ipynb #6f3169df
+# %% ../../nbs/draw/23_build.ipynb #73a594a7
 def damaged(folder, # Of a cache
             about, # What its `cache.json` says
     )->list: # Names of files
@@ -217,6 +226,7 @@ def damaged(folder, # Of a cache
     files = [*about['parts'], about['index']]
     with ThreadPoolExecutor(4) as pool: return [o['name'] for o,wrong in zip(files, pool.map(bad, files)) if wrong]
 
+# %% ../../nbs/draw/23_build.ipynb #a1262ca8
 def open_store(folder, # Of the cache
                items:Items, # What is in it
                check=True, # Compare checksums, and make anew what is damaged

@@ -32,24 +32,26 @@ from .store import PARTS, Store, _class_of
 from ..errors import UserError, unknown
 from ..train.transfer import CopiesAhead
 
-# %% ../../nbs/draw/24_cached.ipynb #761a8942
+# %% ../../nbs/draw/24_cached.ipynb #e91278cd
 def draws(tfm # A transform
     )->bool:
     "Does its result depend on chance?"
     return isinstance(tfm, RandTransform) and not (isinstance(tfm, Resize) and tfm.method == ResizeMethod.Squish)
 
+# %% ../../nbs/draw/24_cached.ipynb #91f8c1f4
 def before_chance(fs # Transforms, in order
     )->tuple: # Those before the first that draws; that one and the others
     "Which transforms a cache can hold"
     n = next((i for i,f in enumerate(fs) if draws(f)), len(fs))
     return list(fs[:n]),list(fs[n:])
 
+# %% ../../nbs/draw/24_cached.ipynb #1bb98af6
 def _pipelines(dataset):
     "Transforms of each part of an item"
     lists = dataset.tls if isinstance(dataset, Datasets) else [dataset] if isinstance(dataset, TfmdLists) else []
     return [list(o.tfms.fs) for o in lists]
 
-# %% ../../nbs/draw/24_cached.ipynb #6362dc3a
+# %% ../../nbs/draw/24_cached.ipynb #c21734a7
 def _versions():
     import fastai, PIL
     return [__version__, fastai.__version__, PIL.__version__, torch.__version__, np.__version__, FORMAT]
@@ -60,6 +62,7 @@ def _check_no_chance(pipelines):
             raise UserError(f'{type(f).__name__} draws at random among the transforms of the data set, before all that '
                             'could be cached: give it as an item transform')
 
+# %% ../../nbs/draw/24_cached.ipynb #a0ad69de
 def cache_key(dataset, # Of a loader
               fs, # Item transforms that are done once
               asked=(), # What else makes a difference: plain values
@@ -86,7 +89,7 @@ class CachedItems(GetAttr):
         if isinstance(i, (int, np.integer)): return self.store[int(i) if i >= 0 else int(i)+len(self)]
         return [self[o] for o in (range(len(self))[i] if isinstance(i, slice) else i)]
 
-# %% ../../nbs/draw/24_cached.ipynb #2530bcb4
+# %% ../../nbs/draw/24_cached.ipynb #41299e9e
 def smaller(o, # An image; anything else is left as it is
             size, # Of its shorter side, pixels
     ):
@@ -97,12 +100,14 @@ def smaller(o, # An image; anything else is left as it is
     res = o.resize((w, h), Image.NEAREST if nearest else Image.BILINEAR)
     return res if type(o) is Image.Image else type(o)(res)  # Pillow's `resize` gives an `Image`
 
+# %% ../../nbs/draw/24_cached.ipynb #729b4899
 def _item(dataset, fs, split_idx, size, i):
     o = dataset[i]
     if size: o = tuple(smaller(v, size) for v in o)
     for f in fs: o = f(o, split_idx=split_idx)
     return o if isinstance(o, tuple) else (o,)
 
+# %% ../../nbs/draw/24_cached.ipynb #001d9ac9
 def cached_items(dataset, # `Datasets`, or whatever has a length and items
                  fs=(), # Item transforms that do not draw
                  where=None, # Folder; None: below fastbench's own
@@ -216,7 +221,7 @@ def _typed(store, j, x):
     kind = _class_of(store.fields[j])
     return x.as_subclass(kind) if issubclass(kind, TensorBase) else x
 
-# %% ../../nbs/draw/24_cached.ipynb #18da158d
+# %% ../../nbs/draw/24_cached.ipynb #416f9f6f
 def _check_whole(store, crop):
     for j,f in enumerate(store.fields):
         if crop and j == 0:
@@ -227,6 +232,7 @@ def _check_whole(store, crop):
         elif not store.is_even(j):
             raise UserError(f'whole=True cannot stack field {j} ({f}): its items differ in shape')
 
+# %% ../../nbs/draw/24_cached.ipynb #176fda44
 def _in_place(fs):
     "Bytes to normalised floats in one step, where nothing comes between"
     fs = list(fs)
@@ -235,7 +241,7 @@ def _in_place(fs):
     if plain.div != 255 or tuple(norm.axes) != (0, 2, 3): return fs
     return [NormalizeBytes(norm.mean, norm.std), *fs[2:]]
 
-# %% ../../nbs/draw/24_cached.ipynb #ce25eff3
+# %% ../../nbs/draw/24_cached.ipynb #ed9d75f4
 class CachedLoaders(DataLoaders):
     "`DataLoaders` whose items come from a cache"
     def __init__(self, *loaders, # From the cache
@@ -250,6 +256,7 @@ class CachedLoaders(DataLoaders):
         return self.source.test_dl(test_items, **kwargs)
     def new_empty(self): return self.source.new_empty()
 
+# %% ../../nbs/draw/24_cached.ipynb #44c0783f
 def cached_loader(dl, # A loader of fastai
                   whole=False, # Cut and mirror whole batches, by other draws of the same distribution
                   **kwargs # As for `cached_items`

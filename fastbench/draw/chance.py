@@ -83,7 +83,7 @@ def numbers(self:BatchTransform,
     self.at,self.items = self.at+n,None
     return uniforms(key, items, k)
 
-# %% ../../nbs/draw/10_chance.ipynb #1015752c
+# %% ../../nbs/draw/10_chance.ipynb #42bb339f
 def between(u, # Numbers from 0 to 1
             lo, # Their least value
             hi, # And their largest
@@ -91,6 +91,7 @@ def between(u, # Numbers from 0 to 1
     "A value from `lo` to `hi`, each as likely"
     return lo + (hi-lo)*u
 
+# %% ../../nbs/draw/10_chance.ipynb #15fc2d9e
 def log_between(u, # Numbers from 0 to 1
                 lo, # The least value, above 0
                 hi, # The largest
@@ -98,6 +99,7 @@ def log_between(u, # Numbers from 0 to 1
     "A value from `lo` to `hi`, each ratio as likely"
     return np.exp(between(u, math.log(lo), math.log(hi)))
 
+# %% ../../nbs/draw/10_chance.ipynb #949f235c
 def with_chance(chance, # Numbers from 0 to 1
                 p, # How often the value is taken
                 value, # As many values

@@ -57,7 +57,7 @@ class BatchColour(BatchTransform):
             raise UserError(f'saturation and hue are for images of 3 channels, not {x.shape[1]}')
         return type(x)(self._lit(x.as_subclass(torch.Tensor)))
 
-# %% ../../nbs/draw/13_colour.ipynb #aa54db65
+# %% ../../nbs/draw/13_colour.ipynb #86c7b5ad
 @patch
 def _lit(self:BatchColour, x):
     names = [k for k,v in self.most.items() if v]
@@ -72,6 +72,7 @@ def _lit(self:BatchColour, x):
         x.sigmoid_()
     return _turned(x, o['hue'][:,0]) if 'hue' in o else x
 
+# %% ../../nbs/draw/13_colour.ipynb #d976b937
 def _turned(x, by):
     h,s,v = rgb2hsv(x).unbind(1)
     return hsv2rgb(torch.stack([(h+by) % 1, s, v], 1))

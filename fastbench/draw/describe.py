@@ -27,13 +27,14 @@ class NoFingerprint(UserError):
         ):
         super().__init__(f'the transform {transform} cannot be cached: {why}')
 
-# %% ../../nbs/draw/21_describe.ipynb #93078e46
+# %% ../../nbs/draw/21_describe.ipynb #7f23a481
 _PATHS = tuple({os.path.realpath(sysconfig.get_paths()[o]) for o in ('stdlib', 'platstdlib', 'purelib', 'platlib')})
 
 def _is_installed(module):
     file = getattr(sys.modules.get(module), '__file__', None)
     return module != '__main__' and (file is None or os.path.realpath(file).startswith(_PATHS))
 
+# %% ../../nbs/draw/21_describe.ipynb #460bac05
 def _version(module):
     top = module.split('.')[0]
     dists = metadata.packages_distributions().get(top) if top not in sys.stdlib_module_names else None
@@ -45,7 +46,7 @@ def _named(o):
     module = getattr(o, '__module__', None) or 'builtins'
     return module,f'{module}.{getattr(o, "__qualname__", repr(o))}'
 
-# %% ../../nbs/draw/21_describe.ipynb #a940c183
+# %% ../../nbs/draw/21_describe.ipynb #1180bb3c
 class Describer:
     "Turns the parts of a transform into plain values, which say all that it depends on"
     def __init__(self, name): # name: of the transform, for the error
@@ -75,6 +76,7 @@ class Describer:
         try: cell.cell_contents
         except ValueError: return True
 
+# %% ../../nbs/draw/21_describe.ipynb #68f6b289
 def _compiled(code):
     consts = [repr(o) for o in code.co_consts if not isinstance(o, types.CodeType)]
     return [code.co_code.hex(), consts, list(code.co_names), list(code.co_varnames)]
@@ -83,10 +85,11 @@ def _codes(code):
     "Code of a function and of those within it"
     return [code, *(c for o in code.co_consts if isinstance(o, types.CodeType) for c in _codes(o))]
 
-# %% ../../nbs/draw/21_describe.ipynb #f9b7731e
+# %% ../../nbs/draw/21_describe.ipynb #e99ac286
 _PLAIN = type(None), bool, int, float, complex, str, bytes
 _PASSING = {'do', '__signature__', 'init_enc', '_name', 'train_setup'}
 
+# %% ../../nbs/draw/21_describe.ipynb #363f466c
 @patch
 def __call__(self:Describer, o):
     "Any value as plain ones"
@@ -105,7 +108,7 @@ def __call__(self:Describer, o):
     if isinstance(o, (list, tuple, L)): return [type(o).__name__, [self(v) for v in o]]
     return self.thing(o)
 
-# %% ../../nbs/draw/21_describe.ipynb #e6d84ed6
+# %% ../../nbs/draw/21_describe.ipynb #7fec66d0
 @patch
 def array(self:Describer, o): # o: an array or tensor
     "Its type, shape and contents"
@@ -113,6 +116,7 @@ def array(self:Describer, o): # o: an array or tensor
     if a.dtype == object: return ['array', [self(v) for v in a.ravel().tolist()]]
     return ['array', type(o).__name__, str(a.dtype), list(a.shape), hashlib.sha256(a.tobytes()).hexdigest()]
 
+# %% ../../nbs/draw/21_describe.ipynb #a855bd26
 @patch
 def kind(self:Describer, o): # o: a class
     "A class by its name, or by its source and those of its bases"
@@ -124,11 +128,12 @@ def kind(self:Describer, o): # o: a class
 _OF_CLASS = set('''__module__ __qualname__ __doc__ __dict__ __weakref__ __signature__ __annotations__ __firstlineno__
     __slots__ __static_attributes__ __annotate__ __annotate_func__ __annotations_cache__'''.split())
 
+# %% ../../nbs/draw/21_describe.ipynb #ed555c70
 def _unwrapped(o):
     if isinstance(o, property): return [o.fget, o.fset, o.fdel]
     return o.__func__ if isinstance(o, (classmethod, staticmethod)) else o
 
-# %% ../../nbs/draw/21_describe.ipynb #f1575291
+# %% ../../nbs/draw/21_describe.ipynb #1a4b736c
 @patch
 def thing(self:Describer, o): # o: an object
     "Its class and its attributes"
@@ -144,6 +149,7 @@ def thing(self:Describer, o): # o: an object
     state |= {k: getattr(o, k) for c in type(o).__mro__ for k in _slots(c) if hasattr(o, k)}
     return ['object', self(type(o)), [[k, self(state[k])] for k in sorted(state)]]
 
+# %% ../../nbs/draw/21_describe.ipynb #42e9dab1
 def _slots(c):
     slots = vars(c).get('__slots__', ())
     return [o for o in ((slots,) if isinstance(slots, str) else slots) if o not in ('__dict__', '__weakref__')]
@@ -160,13 +166,14 @@ def fingerprint(o # Plain values: lists and texts
     "What tells such values from others"
     return fingerprint_rows([o])
 
-# %% ../../nbs/draw/21_describe.ipynb #c8f4091c
+# %% ../../nbs/draw/21_describe.ipynb #495c620c
 def _path(o):
     "The file that an item is, or holds"
     if isinstance(o, (str, os.PathLike)): return Path(o) if len(os.fspath(o)) < 4096 and os.path.isfile(o) else None
     x = getattr(o, 'x', None)
     return _path(x) if isinstance(x, os.PathLike) else None
 
+# %% ../../nbs/draw/21_describe.ipynb #c9ae458f
 def _path_steps(fs, item):
     "How many transforms still give a file"
     n = 0
@@ -177,6 +184,7 @@ def _path_steps(fs, item):
         elif not isinstance(item, (str, os.PathLike)): return n
     return n
 
+# %% ../../nbs/draw/21_describe.ipynb #fc1b7d69
 def _files(items, pipelines):
     "Files that items are, or become on the way"
     res = [_path(o) for o in items]
@@ -187,7 +195,7 @@ def _files(items, pipelines):
             res.append(_path(o))
     return [o for o in dict.fromkeys(res) if o is not None]
 
-# %% ../../nbs/draw/21_describe.ipynb #d39ff067
+# %% ../../nbs/draw/21_describe.ipynb #6d90a7d9
 def fingerprint_items(items, # What a data set begins with
                       pipelines=(), # Lists of transforms, which may lead from an item to a file
     )->str: # Twelve hexadecimal digits
@@ -200,6 +208,7 @@ def fingerprint_items(items, # What a data set begins with
     tell = Describer('of the items')
     return fingerprint([found, names, times, [_item(o, root, tell) for o in items]])
 
+# %% ../../nbs/draw/21_describe.ipynb #f9f48b04
 def _item(o, root, tell):
     "An item without the folder it lies in"
     if (file := _path(o)) is None: return tell(o)

@@ -15,7 +15,7 @@ from .chance import BatchTransform, between, log_between
 from ..errors import UserError
 from ..train.transfer import put
 
-# %% ../../nbs/draw/14_erase.ipynb #82ee1659
+# %% ../../nbs/draw/14_erase.ipynb #4b1c8df3
 def erased_boxes(u, # Numbers from 0 to 1: (n, 4)
                  h, # Rows of the images
                  w, # Columns
@@ -27,11 +27,13 @@ def erased_boxes(u, # Numbers from 0 to 1: (n, 4)
     area,shape = between(u[:,0], sl, sh)*h*w,log_between(u[:,1], min_aspect, 1/min_aspect)
     return np.concatenate([_span(u[:,2], np.sqrt(area*shape), h), _span(u[:,3], np.sqrt(area/shape), w)], 1)
 
+# %% ../../nbs/draw/14_erase.ipynb #2bea0dbe
 def _span(u, length, n):
     length = np.rint(length)
     begin = np.floor(u*(np.maximum(n-length, 0)+1))
     return np.stack([begin, np.minimum(begin+length, n)], 1).astype(np.int64)
 
+# %% ../../nbs/draw/14_erase.ipynb #ad77277d
 def square_boxes(u, # Numbers from 0 to 1: (n, 2)
                  h, # Rows of the images
                  w, # Columns
@@ -40,7 +42,7 @@ def square_boxes(u, # Numbers from 0 to 1: (n, 2)
     "Squares within the image"
     return np.concatenate([_span(u[:,i], np.full(len(u), side), n) for i,n in ((0, h), (1, w))], 1)
 
-# %% ../../nbs/draw/14_erase.ipynb #22fa1759
+# %% ../../nbs/draw/14_erase.ipynb #66244ed7
 def erase_slices(x, # (n, channels, height, width), on the host; changed
                  boxes, # (n, 4)
                  value, # Of what is erased; None: noise
@@ -56,10 +58,12 @@ def erase_slices(x, # (n, channels, height, width), on the host; changed
         for o in parts: o.fill_(value)
     return x
 
+# %% ../../nbs/draw/14_erase.ipynb #673a5cd6
 def _within(n, span, device): # span: begin and end of each image
     at = torch.arange(n, device=device)
     return (at >= span[:,:1]) & (at < span[:,1:])
 
+# %% ../../nbs/draw/14_erase.ipynb #08fcfffa
 def erase_masked(x, # (n, channels, height, width), on any device
                  boxes, # (n, 4)
                  value, # As for `erase_slices`

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import UserError
 from ..machine.download import cache_dir, locked
 
-# %% ../../nbs/draw/20_kept.ipynb #44933331
+# %% ../../nbs/draw/20_kept.ipynb #34a74195
 FORMAT = 1 # of the files of a cache
 
 def caches_dir(where=None # A folder of one's own; None: below `cache_dir()`
@@ -21,6 +21,7 @@ def caches_dir(where=None # A folder of one's own; None: below `cache_dir()`
     "The folder that holds caches"
     return Path(where).expanduser().absolute() if where else cache_dir()/'draw'
 
+# %% ../../nbs/draw/20_kept.ipynb #37630ccb
 @dataclass(frozen=True)
 class KeptCache:
     "A cache on disk"
@@ -37,7 +38,7 @@ class KeptCache:
         if self.about.get('format') != FORMAT: return f"made by another version (format {self.about.get('format')})"
         return f"{self.about['n']:,} items, {', '.join(self.about['fields'])}"
 
-# %% ../../nbs/draw/20_kept.ipynb #ff137ebb
+# %% ../../nbs/draw/20_kept.ipynb #83af390b
 def read_about(folder # Of a cache
     )->dict: # Empty if it cannot be read
     "What `cache.json` says"
@@ -51,6 +52,7 @@ def _kept(folder):
     complete = not folder.name.startswith('.')
     return KeptCache(folder, _size(folder), read_about(folder) if complete else {}, complete)
 
+# %% ../../nbs/draw/20_kept.ipynb #bb6858e8
 def kept_caches(where=None # As for `caches_dir`
     )->list: # Of `KeptCache`, by name
     "The caches in a folder, those that are unfinished too"
@@ -59,12 +61,13 @@ def kept_caches(where=None # As for `caches_dir`
     ours = [o for o in root.iterdir() if o.is_dir() and ((o/'cache.json').is_file() or o.name.endswith('.building'))]
     return [_kept(o) for o in sorted(ours)]
 
-# %% ../../nbs/draw/20_kept.ipynb #de289210
+# %% ../../nbs/draw/20_kept.ipynb #3b1642e9
 def lock_of(folder): # folder: of a cache
     "The file that is locked while a cache is built or cleared"
     name = folder.name.removeprefix('.').removesuffix('.building')
     return folder.parent/f'.{name}.lock'
 
+# %% ../../nbs/draw/20_kept.ipynb #c355de96
 def clear_caches(names=(), # What those to clear begin with; none: all
                  where=None, # As for `caches_dir`
     )->list: # What was cleared

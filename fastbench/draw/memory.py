@@ -11,11 +11,12 @@ import sys
 import numpy as np
 import torch
 
-# %% ../../nbs/draw/17_memory.ipynb #9e497846
+# %% ../../nbs/draw/17_memory.ipynb #1dd74955
 def _holders(arrays, i): return sys.getrefcount(arrays[i])
 
 _FREE = _holders([np.empty(1)], 0) # what is counted when nobody but the list holds an array
 
+# %% ../../nbs/draw/17_memory.ipynb #fe0d3381
 class RecycledMemory:
     "Memory for tensors on the host, used again when no tensor holds it"
     def __init__(self, keep=4): # keep: blocks at most

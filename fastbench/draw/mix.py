@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..measure.lifecycle import forget, when_cut
 from ..train.transfer import put
 
-# %% ../../nbs/draw/15_mix.ipynb #b0449d80
+# %% ../../nbs/draw/15_mix.ipynb #26117ce4
 class BatchMix(MixHandler):
     "What `BatchMixUp` and `BatchCutMix` share"
     def __init__(self, alpha): # alpha: of the Beta distribution of shares, above 0
@@ -49,6 +49,7 @@ class BatchMix(MixHandler):
         if self.stack_y: return
         self.learn.yb = tuple(torch.lerp(b, a, _wide(self.lam, a)) for a,b in zip(self.yb, self.yb1))
 
+# %% ../../nbs/draw/15_mix.ipynb #fe5a2732
 def _wide(v, x): return v.view(-1, *[1]*(x.dim()-1))
 
 # %% ../../nbs/draw/15_mix.ipynb #b4754883
@@ -65,7 +66,7 @@ class BatchMixUp(BatchMix):
         self.learn.xb = tuple(torch.lerp(b, a, _wide(self.lam, a)) for a,b in zip(self.xb, other))
         self._mix_labels()
 
-# %% ../../nbs/draw/15_mix.ipynb #249e928c
+# %% ../../nbs/draw/15_mix.ipynb #a4011001
 def patches(area, # Share of the image, before it is cut off at the border: (n,)
             u, # Where the middle is, from 0 to 1: (n, 2)
             h, # Rows of the images
@@ -78,6 +79,7 @@ def patches(area, # Share of the image, before it is cut off at the border: (n,)
         both += [np.clip(middle-half, 0, n),np.clip(middle+half, 0, n)]
     return np.stack(both, 1).astype(np.int64)
 
+# %% ../../nbs/draw/15_mix.ipynb #6d0b5cfd
 class BatchCutMix(BatchMix):
     "CutMix: a patch of another image in each, at a place and of a size of its own"
     def __init__(self, alpha=1.): # alpha: of the Beta distribution of shares, above 0

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import UserError
 
-# %% ../../nbs/draw/22_store.ipynb #8c29594e
+# %% ../../nbs/draw/22_store.ipynb #f420b5db
 @dataclass(frozen=True)
 class Field:
     "The type of a field"
@@ -32,10 +32,12 @@ class Field:
 
 def _cls(o): return f'{type(o).__module__}:{type(o).__qualname__}'
 
+# %% ../../nbs/draw/22_store.ipynb #32fb04e5
 def _numbers(o): # a tensor as an array of bytes, also where NumPy has no such type
     o = o.detach().cpu().contiguous().as_subclass(Tensor)
     return o.reshape(-1).view(torch.uint8).numpy()
 
+# %% ../../nbs/draw/22_store.ipynb #db3e09cb
 def as_bytes(o # An image, tensor, array, number or text
     )->tuple: # Its `Field`, an array of bytes, its shape
     "Take an object apart"
@@ -54,13 +56,14 @@ def as_bytes(o # An image, tensor, array, number or text
         return Field('value', _cls(o), str(a.dtype)),a.reshape(1).view(np.uint8),()
     raise UserError(f'a cache keeps images, tensors, arrays, numbers and texts, not {type(o).__name__}')
 
-# %% ../../nbs/draw/22_store.ipynb #5d77ea4d
+# %% ../../nbs/draw/22_store.ipynb #ac938645
 def _class_of(field):
     module,name = field.cls.split(':')
     res = import_module(module)
     for o in name.split('.'): res = getattr(res, o)
     return res
 
+# %% ../../nbs/draw/22_store.ipynb #9870fb50
 def from_bytes(field:Field, # Its type
                raw, # An array of bytes
                shape, # Of the object
@@ -78,11 +81,12 @@ def from_bytes(field:Field, # Its type
     im.readonly = 0
     return im if cls is Image.Image else cls(im)
 
-# %% ../../nbs/draw/22_store.ipynb #59f62e92
+# %% ../../nbs/draw/22_store.ipynb #fbb84dd4
 def _rename(tmp, path):
     with open(tmp, 'rb+') as f: os.fsync(f.fileno())
     os.replace(tmp, path)
 
+# %% ../../nbs/draw/22_store.ipynb #bdc59117
 class PartWriter:
     "Collects the items of a part"
     def __init__(self, fields=None): # fields: of all items; None: those of the first item
@@ -108,7 +112,7 @@ class PartWriter:
         shapes = {f'shape{j}': np.array([o[j] for o in self.shapes], np.int64) for j in range(len(self.fields))}
         return dict(ends=sizes.ravel().cumsum().reshape(sizes.shape)) | shapes
 
-# %% ../../nbs/draw/22_store.ipynb #ff6375de
+# %% ../../nbs/draw/22_store.ipynb #0d1cd950
 @patch
 def write_map(self:PartWriter, path): # path: of the file
     "As bytes, one item after another"
@@ -118,6 +122,7 @@ def write_map(self:PartWriter, path): # path: of the file
             for o in item: f.write(o)
     _rename(tmp, path)
 
+# %% ../../nbs/draw/22_store.ipynb #b02fa30b
 @patch
 def write_parquet(self:PartWriter, path): # path: of the file
     "As a table with a column of bytes for each field"
@@ -128,12 +133,14 @@ def write_parquet(self:PartWriter, path): # path: of the file
     pq.write_table(pa.table(columns), tmp, compression='zstd', use_dictionary=False)
     _rename(tmp, path)
 
+# %% ../../nbs/draw/22_store.ipynb #9b42d3d8
 def arrow():
     "pyarrow and its Parquet, or one line that says how to get them"
     try: import pyarrow as pa, pyarrow.parquet as pq
     except ImportError: raise UserError("store='parquet' needs pyarrow: pip install 'fastbench[table]'") from None
     return pa,pq
 
+# %% ../../nbs/draw/22_store.ipynb #b6b66552
 def checksum(path # Of a file
     )->int:
     "CRC-32 of a file"
@@ -142,7 +149,7 @@ def checksum(path # Of a file
         while b := f.read(1<<22): crc = zlib.crc32(b, crc)
     return crc
 
-# %% ../../nbs/draw/22_store.ipynb #9de3099a
+# %% ../../nbs/draw/22_store.ipynb #d2b5b93b
 class MapPart:
     "A part of bytes"
     def __init__(self, path, # Of the file
@@ -157,6 +164,7 @@ class MapPart:
         at = i*self.nf + j
         return self.data[self.ends[at]:self.ends[at+1]]
 
+# %% ../../nbs/draw/22_store.ipynb #474151ea
 class ParquetPart:
     "A part of Parquet"
     def __init__(self, path, ends): # path, ends: as for `MapPart`
@@ -170,9 +178,10 @@ class ParquetPart:
         ends,data = self.columns[j]
         return data[ends[i]:ends[i+1]]
 
+# %% ../../nbs/draw/22_store.ipynb #7a516f26
 PARTS = dict(array=('bin', MapPart, PartWriter.write_map), parquet=('parquet', ParquetPart, PartWriter.write_parquet))
 
-# %% ../../nbs/draw/22_store.ipynb #ef6b7a9a
+# %% ../../nbs/draw/22_store.ipynb #20c48a50
 class Store:
     "Items on disk"
     recent = 16 # Parts of Parquet that are kept in memory
@@ -203,11 +212,12 @@ class Store:
     def __getitem__(self, i):
         return tuple(from_bytes(f, self.raw(i, j), tuple(self.shapes[j][i])) for j,f in enumerate(self.fields))
 
+# %% ../../nbs/draw/22_store.ipynb #26fa5c10
 def part_name(k, ext): # k: number of the part; ext: as in `PARTS`
     "Its file"
     return f'part-{k:05d}.{ext}'
 
-# %% ../../nbs/draw/22_store.ipynb #adb61cfa
+# %% ../../nbs/draw/22_store.ipynb #e122e5b0
 @patch
 def image(self:Store, i, # Number of the item
           j=0, # Of a field of images
@@ -217,12 +227,14 @@ def image(self:Store, i, # Number of the item
     x = (raw if raw.flags.writeable else raw.copy()).reshape(self.shapes[j][i])
     return x if x.ndim == 3 else x[...,None]
 
+# %% ../../nbs/draw/22_store.ipynb #b83c1e4f
 @patch
 def is_even(self:Store, j # Number of the field
     )->bool:
     "Have all items one shape in a field?"
     return len(self.shapes[j]) > 0 and bool((self.shapes[j] == self.shapes[j][0]).all())
 
+# %% ../../nbs/draw/22_store.ipynb #8efafbb8
 @patch
 def stacked(self:Store, idxs, # Numbers of items
             j, # Number of a field of numbers, of one shape
