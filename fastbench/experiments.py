@@ -158,3 +158,14 @@ register_ladder(_plain, *_faster)
 _here = _imdb | dict(arch='distilbert-tiny', pretrained=False, data='docstrings', max_length=256, epochs=2, lr=1e-3)
 _here_about = 'two epochs of a small DistilBERT on docstrings, by the rungs of faster'
 register_ladder(Transformer('faster-docstrings', _here_about, loader='padded', **_here), *_faster)
+
+# %% ../nbs/03_experiments.ipynb #47d93587
+_scale = (
+    Rung('as-it-was', 'each image is searched, cut and turned each time it is drawn, in one process', {}, 38404),
+    Rung('workers', 'a loader process for each core', dict(workers=None)),
+    Rung('once', 'searched, cut and turned once, kept as Parquet', dict(cache='parquet'), 38404/13.29),
+    Rung('array', 'kept as an array that is mapped into memory', dict(cache='array')),
+    Rung('whole', 'crops and mirror images of whole batches', dict(loader='whole', workers=0)))
+_scale_about = 'images that are detected, cropped and aligned; published: clips of faces, `once` with four machines'
+register_ladder(XResNet('scale', _scale_about, data='photos', prepare='align', size=32, bs=32, workers=0,
+                        epochs=1), *_scale)

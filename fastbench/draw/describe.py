@@ -122,6 +122,7 @@ def kind(self:Describer, o): # o: a class
     "A class by its name, or by its source and those of its bases"
     module,name = _named(o)
     if _is_installed(module): return ['class', name, _version(module)]
+    if issubclass(o, tuple) and hasattr(o, '_fields'): return ['tuple', name, list(o._fields), self.source(o)]
     parts = [[k, self(_unwrapped(v))] for k,v in sorted(vars(o).items()) if k not in _OF_CLASS]
     return ['class', name, self.source(o), [self(b) for b in o.__bases__ if b is not object], parts]
 

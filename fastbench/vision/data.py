@@ -115,14 +115,16 @@ def _split(got, split, seed):
 def _norm(stats): return [IntToFloatTensor(), Normalize.from_stats(*stats, cuda=False)]
 
 # %% ../../nbs/vision/02_data.ipynb #b09e7bc5
-def _file_dls(dsets, parts, size, min_scale, flip, stats, **kwargs):
+def _file_dls(dsets, parts, size, min_scale, flip, stats, item_tfms=(), **kwargs):
     crop = Resize(size) if min_scale == 1 else RandomResizedCrop(size, min_scale=min_scale)
-    kwargs |= dict(after_item=[crop, *([FlipItem(flip)] if flip else []), ToTensor()], after_batch=_norm(stats))
+    each = [*item_tfms, crop, *([FlipItem(flip)] if flip else []), ToTensor()]
+    kwargs |= dict(after_item=each, after_batch=_norm(stats))
     train = SeededDL(dsets.train, shuffle=True, drop_last=True, **kwargs)
     return DataLoaders(train, train.new(dsets.valid, shuffle=False, drop_last=False))
 
 # %% ../../nbs/vision/02_data.ipynb #e516f611
-def _array_dls(dsets, parts, size, min_scale, flip, stats, **kwargs):
+def _array_dls(dsets, parts, size, min_scale, flip, stats, item_tfms=(), **kwargs):
+    if item_tfms: raise UserError(f'{type(item_tfms[0]).__name__} works on files, and these images are in memory')
     import numpy as np
     def tensors(items):
         x = torch.from_numpy(np.stack([o for o,_ in items]))
@@ -154,6 +156,7 @@ def vision_dls(data='digits', # A source, `imagenette` (picks its archive by `si
                split='own', # Validation: 'own', as the source has it; 'pooled': a random 20% of all its images
                valid=None, # Of a path: a share, a column or folder in it, or a path; None: as it tells, else 20%
                label_col=None, # Of a path to a table: the column of the labels
+               item_tfms=(), # More transforms of images, done before the crop
     )->DataLoaders: # With `info`: name, version, asked, fallback, real, synthetic, sizes and all settings in effect
     "`DataLoaders` of a named source"
     check_field(Images, 'bs', bs, without='largest')
@@ -170,8 +173,8 @@ def vision_dls(data='digits', # A source, `imagenette` (picks its archive by `si
     if workers is None: workers = 0 if arrays else min(8, worker_cores())
     make = _array_dls if arrays else _file_dls
     side = size or (None if arrays else src.native)
-    dls = make(_datasets(parts, classes, n_ch), parts, side, min_scale, flip, src.stats, bs=bs,
-               num_workers=workers, prefetch=prefetch, seed=seed)
+    dls = make(_datasets(parts, classes, n_ch), parts, side, min_scale, flip, src.stats, item_tfms,
+               bs=bs, num_workers=workers, prefetch=prefetch, seed=seed)
     dls.to(default_device() if device is None else torch.device(device))
     sizes = dict(seed=seed, n_train=len(parts[0]), n_valid=len(parts[1]), sample=sample, size=size or src.native)
     dls.info = got.info | sizes | dict(channels=n_ch, bs=bs, workers=dls.train.fake_l.num_workers, prefetch=prefetch,

@@ -8,17 +8,22 @@ __all__ = ['Images']
 # %% ../../nbs/vision/00_images.ipynb #f510381e
 from dataclasses import dataclass
 
+from ..errors import UserError
 from ..recipe import Kind
 from ..rules import held_out, one_of, optional, real, setting, source, text, whole, yes_no
 
-# %% ../../nbs/vision/00_images.ipynb #6d358bfd
+# %% ../../nbs/vision/00_images.ipynb #272c4a22
 _data = "data source, 'auto', or a path: a folder by class, a table of files"
 _split = "validation: the data's own, or 20% of all images, drawn anew"
 _valid = "validation of a path's images; None: as they tell, else 20%"
 _label = 'column of the labels in a table; None: the one that it can only be'
-_loader = 'images by fastai, item by item, or by threads: see draw.loader; workers are threads then'
+_loader = 'items: fastai makes them one by one; threads: see draw.loader; whole: batches are cut from a cache'
+_prepare = 'work on each image before its crop; align: detect, crop, align, see vision.align'
+_cache = 'what does not depend on chance is done once and kept on disk: see draw.cached'
+_resize = 'shorter side at which a cache keeps images, in pixels; None: as they are'
 _augment = 'where augmentation happens: see vision.augment; auto: as suits the data'
 
+# %% ../../nbs/vision/00_images.ipynb #6d358bfd
 @dataclass(frozen=True)
 class Images(Kind, kind=False):
     "A training on images"
@@ -28,8 +33,11 @@ class Images(Kind, kind=False):
     label_col: str|None = setting(optional(text()), _label, default=None)
     size: int|None = setting(optional(whole(1)), 'image side in pixels; None: as the source has it', default=None)
     prefetch: int = setting(whole(1), 'batches fetched ahead by each worker', default=2)
-    loader: str = setting(one_of('items', 'threads'), _loader, default='items')
+    loader: str = setting(one_of('items', 'threads', 'whole'), _loader, default='items')
     decoder: str = setting(text(), 'who decodes for threads; auto: the fastest installed', default='auto')
+    prepare: str = setting(one_of('none', 'align'), _prepare, default='none')
+    cache: str = setting(one_of('none', 'array', 'parquet'), _cache, default='none')
+    resize: int|None = setting(optional(whole(1)), _resize, default=None)
     channels_last: bool = setting(yes_no(), 'channels-last memory format', default=False)
     augment: str = setting(one_of('auto', 'items', 'once', 'bulk', 'batch'), _augment, default='auto')
     min_scale: float|None = setting(optional(real(0, 1, above=True)), default=None,
@@ -43,5 +51,9 @@ class Images(Kind, kind=False):
     def check(self):
         super().check()
         self.only_if(self.augment != 'auto', "augment='batch'", 'pad', 'cutout')
-        self.only_if(self.augment == 'auto', "augment='auto'", 'loader')
+        self.only_if(self.augment == 'auto', "augment='auto'", 'loader', 'prepare', 'cache')
         self.only_if(self.loader == 'threads', "loader='threads'", 'decoder')
+        self.only_if(self.loader != 'threads', "loader='items' or 'whole'", 'prepare', 'cache')
+        self.only_if(self.cache != 'none', "cache='array' or 'parquet'", 'resize')
+        if self.loader == 'whole' and self.cache != 'array':
+            raise UserError(f"loader='whole' cuts batches from a cache in memory: cache='array', not {self.cache!r}")

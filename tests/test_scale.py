@@ -1,0 +1,49 @@
+"The rungs of scale: the same pixels from each, and what does not go together is named."
+import pytest
+import torch
+
+from fastbench.errors import UserError
+from fastbench.recipe import get_ladder, get_recipe
+
+CHANGES = dict(sample=.06, workers=0)
+
+
+
+def same(a, b): return all(torch.equal(x[0], y[0]) and torch.equal(x[1], y[1]) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize('cache', ['array', 'parquet'])
+def test_a_cache_gives_the_same_pixels(cache):
+    plain, kept = (get_recipe('scale-as-it-was', **CHANGES, cache=o).make_dls(16, device='cpu') for o in ('none', cache))
+    assert same([*plain.train], [*kept.train]) and same([*plain.valid], [*kept.valid])
+    assert kept.info == plain.info and list(kept.vocab) == list(plain.vocab)
+
+
+def test_whole_batches_have_the_same_labels_and_about_the_same_pixels():
+    plain, whole = (get_recipe('scale-as-it-was', **CHANGES, **o).make_dls(16, device='cpu') for o in ({}, dict(cache='array', loader='whole')))
+    for a, b in zip(plain.valid, whole.valid, strict=True):
+        assert torch.equal(a[1], b[1]) and a[0].shape == b[0].shape and (a[0] - b[0]).abs().mean() < .1
+    xs = [torch.cat([b[0] for b in dls.train]) for dls in (plain, whole)]
+    assert xs[0].shape == xs[1].shape and abs(xs[0].mean() - xs[1].mean()) < .1 and abs(xs[0].std()/xs[1].std() - 1) < .1
+
+
+def test_images_are_kept_smaller_where_that_is_asked_for():
+    dls = get_recipe('scale-as-it-was', **CHANGES, cache='array', resize=48).make_dls(16, device='cpu')
+    assert min(dls.train.dataset[0][0].size) == 48
+
+
+@pytest.mark.parametrize('changes, says', [
+    (dict(loader='whole'), "loader='whole' cuts batches from a cache"), (dict(loader='whole', cache='parquet'), "cache='array'"), (dict(resize=32), 'resize'),
+    (dict(loader='threads'), "prepare"), (dict(augment='batch'), 'prepare'), (dict(cache='zip'), 'cache')])
+def test_what_does_not_go_together_is_named(changes, says):
+    with pytest.raises(UserError, match=says): get_recipe('scale-as-it-was', **changes)
+
+
+def test_images_in_memory_are_not_prepared():
+    with pytest.raises(UserError, match='Align works on files'): get_recipe('scale-as-it-was', data='digits').make_dls(16, device='cpu')
+
+
+def test_the_published_factor_is_beside_ours():
+    first, *_, last = get_ladder('scale').rungs
+    once = next(o for o in get_ladder('scale').rungs if o.name == 'once')
+    assert first.seconds == 38404 and first.seconds/once.seconds == pytest.approx(13.29) and last.changes == dict(loader='whole', workers=0)
