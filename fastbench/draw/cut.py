@@ -151,7 +151,7 @@ class _Half:
 
 # %% ../../nbs/draw/03_cut.ipynb #ad6dd6f5
 def cut_exactly(im, # A Pillow image
-                c:Crop,
+                c:Crop, # What is wanted of it
     ): # uint8 (channels, height, width)
     "fastai's own pixels"
     if c.mirrored: im = im.transpose(Image.Transpose.FLIP_LEFT_RIGHT)

@@ -72,7 +72,7 @@ def read_header(data:bytes, # Of the file
 @dataclass(frozen=True)
 class Decoder:
     "A way to decode images, and what it can"
-    name: str
+    name: str # As it is asked for
     decode: Callable # (bytes, divisor, gray) -> uint8 (height, width, channels)
     divisors: tuple = (1,) # The size can be divided by these
     formats: tuple = () # Those it is for; (): every one
@@ -157,7 +157,7 @@ def _is_for(dec, head):
     return head.plain and head.format in dec.formats and small
 
 def decode(data:bytes, # Of the file
-           decoder:Decoder=decoders['pillow'],
+           decoder:Decoder=decoders['pillow'], # Who decodes
            divisor:int=1, # Divide width and height by it, where the decoder can
            gray:bool=False, # One channel
            head:Header=None, # Of the file, where it was read already

@@ -78,7 +78,7 @@ def _write(kept):
 @dataclass(frozen=True)
 class Choice:
     "The decoder that was taken, and why"
-    decoder: Decoder
+    decoder: Decoder # That was taken
     why: str # In words
     def __str__(self): return f'{self.decoder.name} ({self.why})'
 

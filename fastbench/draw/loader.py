@@ -196,7 +196,8 @@ def _by_threads(self:PoolDL, samps):
 
 # %% ../../nbs/draw/05_loader.ipynb #01ffc22c
 @patch
-def create_batches(self:PoolDL, samps):
+def create_batches(self:PoolDL, samps # Numbers of items, in the order of the epoch
+    ):
     "Batches of images and targets"
     if self.parts is None or self.bs is None: yield from super(PoolDL, self).create_batches(samps); return
     known = len(self.skipped)
