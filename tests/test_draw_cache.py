@@ -287,6 +287,23 @@ def test_the_key_is_the_same_in_another_process(tmp_path):
     assert a.stdout == b.stdout and len(a.stdout.strip()) == 12
 
 
+def test_things_that_code_refers_to_can_be_told():
+    import enum, logging, typing
+    from abc import ABC
+    from collections import namedtuple
+    from dataclasses import dataclass, field
+    log = logging.getLogger('x')
+    class Point(typing.NamedTuple): x: int = 1
+    class Way(enum.Enum): left = 1
+    class Base(ABC):
+        __slots__ = ('a',)
+    @dataclass
+    class Data: x: list = field(default_factory=list)
+    Pair = namedtuple('Pair', 'a b')
+    def f(x): return log, Point(), Way.left, Base, Data(), Pair(1, 2), np.float32, torch.nn.functional.relu, len
+    assert fingerprint(describe(Transform(f))) == fingerprint(describe(Transform(f)))
+
+
 def test_files_labels_and_order_are_part_of_the_key(pets, tmp_path):
     def key(): return folders(tmp_path/'c')
     def use(folder):

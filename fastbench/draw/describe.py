@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['NoFingerprint', 'Describer', 'describe', 'fingerprint', 'fingerprint_items']
 
-# %% ../../nbs/draw/21_describe.ipynb #25367e83
-import functools, hashlib, inspect, os, sys, sysconfig, types
+# %% ../../nbs/draw/21_describe.ipynb #8f7b9937
+import functools, hashlib, inspect, logging, os, sys, sysconfig, types
 from importlib import metadata
 from pathlib import Path
 
@@ -89,7 +89,7 @@ def _codes(code):
 _PLAIN = type(None), bool, int, float, complex, str, bytes
 _PASSING = {'do', '__signature__', 'init_enc', '_name', 'train_setup'}
 
-# %% ../../nbs/draw/21_describe.ipynb #363f466c
+# %% ../../nbs/draw/21_describe.ipynb #a787fdc1
 @patch
 def __call__(self:Describer, o):
     "Any value as plain ones"
@@ -97,7 +97,8 @@ def __call__(self:Describer, o):
     if id(o) in self.seen: return ['again', self.seen[id(o)][0]]
     self.seen[id(o)] = len(self.seen),o  # kept: the id of what is gone may be given again
     if isinstance(o, os.PathLike): return ['path', os.fspath(o)]
-    if isinstance(o, dict): return ['dict', [[self(k), self(v)] for k,v in o.items()]]
+    if isinstance(o, logging.Logger): return ['logger', o.name]
+    if isinstance(o, (dict, types.MappingProxyType)): return ['dict', [[self(k), self(v)] for k,v in o.items()]]
     if isinstance(o, (set, frozenset)): return ['set', sorted((self(v) for v in o), key=repr)]
     if isinstance(o, (np.ndarray, torch.Tensor)): return self.array(o)
     if isinstance(o, types.ModuleType): return ['module', o.__name__]
@@ -116,7 +117,7 @@ def array(self:Describer, o): # o: an array or tensor
     if a.dtype == object: return ['array', [self(v) for v in a.ravel().tolist()]]
     return ['array', type(o).__name__, str(a.dtype), list(a.shape), hashlib.sha256(a.tobytes()).hexdigest()]
 
-# %% ../../nbs/draw/21_describe.ipynb #a855bd26
+# %% ../../nbs/draw/21_describe.ipynb #0e219dc1
 @patch
 def kind(self:Describer, o): # o: a class
     "A class by its name, or by its source and those of its bases"
@@ -127,11 +128,13 @@ def kind(self:Describer, o): # o: a class
     return ['class', name, self.source(o), [self(b) for b in o.__bases__ if b is not object], parts]
 
 _OF_CLASS = set('''__module__ __qualname__ __doc__ __dict__ __weakref__ __signature__ __annotations__ __firstlineno__
-    __slots__ __static_attributes__ __annotate__ __annotate_func__ __annotations_cache__'''.split())
+    __slots__ __abstractmethods__ _abc_impl __dataclass_fields__ __dataclass_params__ __match_args__ __orig_bases__
+    __parameters__ __static_attributes__ __annotate__ __annotate_func__ __annotations_cache__'''.split())
 
-# %% ../../nbs/draw/21_describe.ipynb #ed555c70
+# %% ../../nbs/draw/21_describe.ipynb #66deca1e
 def _unwrapped(o):
     if isinstance(o, property): return [o.fget, o.fset, o.fdel]
+    if hasattr(o, '__get__') and not hasattr(o, '__dict__'): return type(o).__name__  # a slot, a field of a named tuple
     return o.__func__ if isinstance(o, (classmethod, staticmethod)) else o
 
 # %% ../../nbs/draw/21_describe.ipynb #1a4b736c
