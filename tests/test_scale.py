@@ -36,7 +36,7 @@ def test_images_are_kept_smaller_where_that_is_asked_for():
     (dict(loader='whole'), "loader='whole' cuts batches from a cache"), (dict(loader='whole', cache='parquet'), "cache='array'"), (dict(resize=32), 'resize'),
     (dict(loader='threads'), "prepare"), (dict(augment='batch'), 'prepare'), (dict(cache='zip'), 'cache')])
 def test_what_does_not_go_together_is_named(changes, says):
-    with pytest.raises(UserError, match=says): get_recipe('scale-as-it-was', **changes)
+    with pytest.raises(UserError, match=says): get_recipe('scale-as-it-was', **changes).check()
 
 
 def test_images_in_memory_are_not_prepared():

@@ -103,9 +103,9 @@ def smaller(o, # An image; anything else is left as it is
 # %% ../../nbs/draw/24_cached.ipynb #729b4899
 def _item(dataset, fs, split_idx, size, i):
     o = dataset[i]
-    if size: o = tuple(smaller(v, size) for v in o)
     for f in fs: o = f(o, split_idx=split_idx)
-    return o if isinstance(o, tuple) else (o,)
+    if not isinstance(o, tuple): o = (o,)
+    return tuple(smaller(v, size) for v in o) if size else o
 
 # %% ../../nbs/draw/24_cached.ipynb #001d9ac9
 def cached_items(dataset, # `Datasets`, or whatever has a length and items
