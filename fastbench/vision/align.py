@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['edge_energy', 'busiest', 'corners', 'tilt', 'Align']
 
-# %% ../../nbs/vision/07_align.ipynb #26c64e6e
+# %% ../../nbs/vision/07_align.ipynb #78daea37
 import numpy as np
 from fastai.vision.core import PILImage
 from fasttransform import Transform
 from PIL import Image
 
-# %% ../../nbs/vision/07_align.ipynb #b3ccc323
+# %% ../../nbs/vision/07_align.ipynb #eacdd617
 def _smooth(x, times):
     "A binomial filter of five, `times` times, along both sides"
     for _ in range(times):
@@ -23,7 +23,7 @@ def _smooth(x, times):
     return x
 
 def edge_energy(gray, # Light from 0 to 1, (height, width)
-                scales=(1, 2), # How often it is smoothed
+                scales=(1, 2, 4, 8), # How often it is smoothed
     ): # (height, width)
     "How much goes on at each place of an image"
     res = 0.
@@ -32,7 +32,7 @@ def edge_energy(gray, # Light from 0 to 1, (height, width)
         res = res + o*np.hypot(dx, dy)
     return res
 
-# %% ../../nbs/vision/07_align.ipynb #53fb1910
+# %% ../../nbs/vision/07_align.ipynb #b0e9f264
 def busiest(energy, # Of each place, (height, width)
             side:int, # Of the window, pixels
             step:int=4, # Pixels from window to window
@@ -44,7 +44,7 @@ def busiest(energy, # Of each place, (height, width)
     top,left = np.unravel_index(sums.argmax(), sums.shape)
     return int(left)*step,int(top)*step
 
-# %% ../../nbs/vision/07_align.ipynb #60d70167
+# %% ../../nbs/vision/07_align.ipynb #44dc0231
 def corners(gray, # Light from 0 to 1, (height, width)
             n:int=5, # How many
     ): # (n, 2): row, column
@@ -63,7 +63,7 @@ def tilt(points # (n, 2): row, column
     angle = np.degrees(np.arctan2(v[0,0], v[0,1]))
     return float(np.clip((angle + 90) % 180 - 90, -30, 30))
 
-# %% ../../nbs/vision/07_align.ipynb #e08dd5e6
+# %% ../../nbs/vision/07_align.ipynb #9d42a2d7
 class Align(Transform):
     "The busiest part of an image, turned level by its corners"
     order = -5  # before fastai's crops and mirror images
