@@ -111,6 +111,15 @@ def test_slices_and_weights_give_the_same_picture(size, layout):
         assert (y - (want.flip(-1) if f else want)).abs().max() < 1.01
 
 
+def test_arrays_and_batches_keep_the_fast_layout():
+    from fastbench.draw.crop import _slice
+    x = np.random.default_rng(0).integers(0, 255, (2, 60, 80, 3), dtype='uint8')
+    for o in x[0], torch.from_numpy(x[0]).permute(2, 0, 1): assert _slice(o, 3, 5, 20, 30).is_contiguous() is False and F.interpolate(
+        _slice(o, 3, 5, 20, 30), (16, 16), mode='bilinear', antialias=True).is_contiguous(memory_format=torch.channels_last)
+    boxes = np.array([[3, 5, 20, 30], [0, 0, 60, 80]])
+    assert torch.equal(crop_slices(list(x), boxes, (16, 16)), crop_slices(torch.from_numpy(x).permute(0, 3, 1, 2), boxes, (16, 16)))
+
+
 def test_crop_is_what_pillow_gives():
     from PIL import Image
     yy, xx = np.mgrid[:200, :260]

@@ -71,10 +71,10 @@ def resized(x, # (n, channels, height, width)
     res = F.interpolate(x.float() if as_float else x, size, mode='bilinear', align_corners=False, antialias=True)
     return res.round_().clamp_(0, 255).to(x.dtype) if as_float else res
 
-# %% ../../nbs/draw/11_crop.ipynb #617be8bc
+# %% ../../nbs/draw/11_crop.ipynb #abdd7776
 def _slice(x, top, left, h, w):
     if isinstance(x, Tensor): return _alone(x[:, top:top+h, left:left+w])
-    return torch.from_numpy(x[None, top:top+h, left:left+w]).permute(0, 3, 1, 2)
+    return torch.from_numpy(x[top:top+h, left:left+w])[None].permute(0, 3, 1, 2)
 
 def _result(first, n, size, floats):
     if not isinstance(first, Tensor): first = _slice(first, 0, 0, 1, 1)[0]
