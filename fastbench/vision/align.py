@@ -23,7 +23,7 @@ def _smooth(x, times):
     return x
 
 def edge_energy(gray, # Light from 0 to 1, (height, width)
-                scales=(1, 2, 4, 8), # How often it is smoothed
+                scales=(2, 4, 8, 16), # How often it is smoothed
     ): # (height, width)
     "How much goes on at each place of an image"
     res = 0.
