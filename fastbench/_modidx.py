@@ -1369,6 +1369,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'fastbench.draw.diagnose._first_batch': ( 'draw/diagnose.html#_first_batch',
                                                                                    'fastbench/draw/diagnose.py'),
                                          'fastbench.draw.diagnose._percent': ('draw/diagnose.html#_percent', 'fastbench/draw/diagnose.py'),
+                                         'fastbench.draw.diagnose._skip': ('draw/diagnose.html#_skip', 'fastbench/draw/diagnose.py'),
                                          'fastbench.draw.diagnose._station_rows': ( 'draw/diagnose.html#_station_rows',
                                                                                     'fastbench/draw/diagnose.py'),
                                          'fastbench.draw.diagnose._steps': ('draw/diagnose.html#_steps', 'fastbench/draw/diagnose.py'),

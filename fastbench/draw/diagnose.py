@@ -48,11 +48,16 @@ def beside(dl # A fastai `DataLoader`
     "Are batches made beside the training, by workers or threads?"
     return bool(dl.fake_l.num_workers or getattr(dl, 'threads', 0))
 
-# %% ../../nbs/draw/45_diagnose.ipynb #1e57399b
+# %% ../../nbs/draw/45_diagnose.ipynb #cd708d5b
+def _skip(dl):
+    "Steps that live on what was made before the first of them"
+    ready = dl.fake_l.num_workers*dl.fake_l.prefetch_factor if dl.fake_l.num_workers else getattr(dl, 'prefetch', 0)
+    return min(1 + ready, max(1, len(dl)-3))
+
 def _steps(learn, dl, each, rounds=2):
     "Paces of a step by what it has to wait for, in order"
     b,ahead,files = _first_batch(dl),copies_ahead(learn, dl),files_of(dl)
-    skip = min(1 + dl.fake_l.num_workers*dl.fake_l.prefetch_factor, max(1, len(dl)-3))
+    skip = _skip(dl)
     def again(**kwargs): return step_pace(learn, Repeated(b.host, dl, ahead, **kwargs), each/rounds)
     def whole(): return step_pace(learn, same_order(dl.new()), each/rounds, skip)
     def cold(): return whole() if forget_files(files) else None
@@ -117,7 +122,7 @@ def some_items(dl, # A fastai loader
     few = Datasets(tls=L(tl._new(L(tl.items)[:n], split_idx=tl.split_idx) for tl in ds.tls), n_inp=ds.n_inp)
     return dl.new(few, n=n)
 
-def _with_cache(learn, batches=16):
+def _with_cache(learn, batches=24):
     dl,folder = learn.dls.train,TemporaryDirectory()
     few,how = some_items(dl, batches*dl.bs),dict(where=folder.name, tell=lambda *_: None)
     try: made = cached(few, whole=True, **how)
@@ -128,17 +133,15 @@ def _with_cache(learn, batches=16):
 _line = 'learn.dls = cached(learn.dls, whole=True)'
 remedies.append(Remedy('a cache of what is the same each time', _line, _with_cache))
 
-# %% ../../nbs/draw/45_diagnose.ipynb #63c3a468
-def _expected(learn, dl, each, now, most):
-    "The step with another loader, by measuring its parts; None: it is too short to be measured"
-    b = _first_batch(dl)
-    step = step_pace(learn, Repeated(b.host, dl, copies_ahead(learn, dl)), each)
-    loader = loader_pace(dl, each)
-    return loader and together(step, loader, beside(dl), most)
+# %% ../../nbs/draw/45_diagnose.ipynb #fdd31787
+def _expected(learn, dl, each):
+    "The step with another loader: a few real steps of it; None: it is too short to be measured"
+    got = step_pace(learn, same_order(dl), each, _skip(dl))
+    return got and got.seconds
 
-def _tried(learn, o, each, now, most):
+def _tried(learn, o, each, now):
     row = dict(name=o.name, line=o.line.format(cores=worker_cores()), step=None, gain=None, why=None)
-    try: step = _expected(learn, o.make(learn).train, each, now, most)
+    try: step = _expected(learn, o.make(learn).train, each)
     except UserError as e: return row | dict(why=str(e))
     if step is None: return row | dict(why='too few batches to measure it')
     return row | dict(step=step, gain=now/step)
@@ -247,7 +250,7 @@ def diagnose_input(self:Learner,
         paces = _steps(self, dl, each)
         loader = loader_pace(dl, each)
         now = paces['items'].seconds
-        rows = [_tried(self, o, each, now, most) for o in remedies]
+        rows = [_tried(self, o, each, now) for o in remedies]
         if loader: rows.append(_twice(paces['batch'], loader, beside(dl), most, now))
         stations = _station_rows(dl, each)
     return _diagnosis(self, dl, paces, loader, stations, rows, most)

@@ -92,12 +92,16 @@ def step_pace(learn:Learner, # Whose steps
               train, # The loader to take them with: any iterable of batches with a length
               seconds:float, # Measure so long
               skip:int=1, # Steps that are left out
-    )->Pace:
+    )->Pace: # None where an epoch is too short
     "How long a training step takes with another loader"
-    device = next(learn.model.parameters()).device
-    tick = Metronome(seconds, skip, ready=_wait_for(device))
-    rehearse(learn, DataLoaders(train, Repeated(None, n=0), device=getattr(learn.dls, 'device', None)), _Watch(tick))
-    return tick.pace()
+    device,res = next(learn.model.parameters()).device,None
+    dls = DataLoaders(train, Repeated(None, n=0), device=getattr(learn.dls, 'device', None))
+    while res is None or res.seconds*res.n < seconds:
+        tick = Metronome(seconds - (res.seconds*res.n if res else 0), skip, ready=_wait_for(device))
+        rehearse(learn, dls, _Watch(tick))
+        if (p := tick.pace()) is None: break
+        res = res + p if res else p
+    return res
 
 # %% ../../nbs/draw/40_pace.ipynb #e9ebc6d8
 class Repeated:
