@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['foreach_add_', 'foreach_copy_', 'foreach_div_', 'foreach_lerp_', 'foreach_mul_', 'foreach_norm', 'fused_sgd_',
-           'fused_devices', 'flash_attention', 'efficient_attention', 'onednn_linear', 'compile_tools', 'pause_stream',
-           'profiler_is_on', 'call_after_backward', 'without_subclasses']
+           'fused_devices', 'flash_attention', 'efficient_attention', 'linear_pointwise', 'compile_tools',
+           'pause_stream', 'profiler_is_on', 'call_after_backward', 'without_subclasses']
 
 # %% ../nbs/00_compat.ipynb #b661f758
 import torch
@@ -18,7 +18,12 @@ from torch.nn.modules.conv import _ConvNd as ConvNd
 # %% ../nbs/00_compat.ipynb #596d65a1
 foreach_add_,foreach_copy_,foreach_div_ = torch._foreach_add_,torch._foreach_copy_,torch._foreach_div_
 foreach_lerp_,foreach_mul_,foreach_norm = torch._foreach_lerp_,torch._foreach_mul_,torch._foreach_norm
-fused_sgd_ = torch._fused_sgd_
+
+def fused_sgd_(*args, # As for `torch._fused_sgd_`
+               **kwargs # Likewise
+    ):
+    "A step of SGD for a list of parameters, in place"
+    torch._fused_sgd_(*args, **kwargs)
 
 # %% ../nbs/00_compat.ipynb #6627761b
 def fused_devices(
@@ -41,9 +46,9 @@ def efficient_attention(*args, # As for `aten._efficient_attention_forward`
     "The same, for what the other does not take"
     return torch.ops.aten._efficient_attention_forward(*args, **kwargs)
 
-def onednn_linear(x, # Inputs
-                  w, # Weights
-                  b=None, # Bias
+def linear_pointwise(x, # Inputs
+                     w, # Weights
+                     b=None, # Bias
     ):
     "A linear layer by oneDNN"
     return torch.ops.mkldnn._linear_pointwise(x, w, b, 'none', [], '')

@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..compat import onednn_linear
+from ..compat import linear_pointwise
 from .download import cache_dir
 from .environment import cpu_model
 from ..errors import UserError
@@ -47,7 +47,7 @@ def onednn_linear(x, # Inputs, [..., features]
                   b=None, # Bias, [outputs]
     ): # [..., outputs]
     "A linear layer by oneDNN, on a CPU"
-    return onednn_linear(x, w, b)
+    return linear_pointwise(x, w, b)
 
 # %% ../../nbs/machine/05_flops.ipynb #70413f3d
 def _products(device, precision):
