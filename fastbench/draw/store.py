@@ -167,13 +167,15 @@ class MapPart:
 # %% ../../nbs/draw/22_store.ipynb #474151ea
 class ParquetPart:
     "A part of Parquet"
-    def __init__(self, path, ends): # path, ends: as for `MapPart`
+    def __init__(self, path, # As for `MapPart`
+                 ends, # Likewise
+        ):
         table = arrow()[1].read_table(path)
         self.columns = [self._column(table.column(j).combine_chunks()) for j in range(table.num_columns)]
     def _column(self, o):
         _,ends,data = (o.chunk(0) if hasattr(o, 'chunk') else o).buffers()
         return np.frombuffer(ends, np.int64),np.frombuffer(data, np.uint8) if data else np.zeros(0, np.uint8)
-    def raw(self, i, j): # as for `MapPart`
+    def raw(self, i, j): # i: item within the part; j: field
         "The bytes of a field, not copied"
         ends,data = self.columns[j]
         return data[ends[i]:ends[i+1]]

@@ -50,8 +50,9 @@ class Ledger:
         "How many processes made batches"
         return max(1, int((self.sums[1:,:,1].sum(1) > 0).sum()))
 
-# %% ../../nbs/measure/11_stations.ipynb #aff17020
-def read_file(path):
+# %% ../../nbs/measure/11_stations.ipynb #b7509203
+def read_file(path # Of a file
+    ):
     "Read all of a file, for the time that it takes"
     with open(path, 'rb', buffering=0) as f:
         while f.read(1 << 20): pass
