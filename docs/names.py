@@ -191,7 +191,7 @@ class Names:
         source = f"[source]({self.link(page, f'source/{module}.md', '' if twin else line_anchor(self.lines[module].get(name, 1)))})" + ('' if twin else '{.source}')
         if plain: body = fence(f'{name} = {constant(o)}', 'python') + (f"\n\n{noted[0].help}" if noted else '')
         elif module.startswith('command.') and (cmd := name.strip('_').replace('_', '-')) in self.commands:
-            body = f"{Documented(o, name).docs}\n\nIts arguments and options: [`fastbench {cmd}`]({self.link(page, 'reference/commands.md', f'fastbench-{cmd}')})."
+            body = f"{Documented(o, name).docs}\n\nIts arguments and options: [`fastbench {cmd}`]({self.link(page, 'reference/commands.md', f'fastbench-{cmd}'.replace(' ', '-'))})."
         elif '.' in name and getattr(o, '__qualname__', name) != name and getattr(o, '__name__', '') in self.short:
             body = f'`{o.__name__}` as a method.'
         else: body = Documented(o, name).body

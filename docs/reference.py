@@ -28,7 +28,14 @@ def commands():
     "name -> function, as the `fastbench` command knows them"
     import fastbench.cli  # noqa: F401, adds the commands
     from fastbench.command.terminal import app
-    return {o.name or o.callback.__name__.replace('_', '-'): o.callback for o in app.registered_commands}
+    def of(app, prefix=''): return {prefix + (o.name or o.callback.__name__.replace('_', '-')): o.callback for o in app.registered_commands}
+    groups = (of(o.typer_instance, f'{o.name} ') for o in app.registered_groups)
+    return of(app) | {k: f for group in groups for k, f in group.items()}
+
+
+def anchor(command):
+    "Where a command stands on the page of all"
+    return 'fastbench-' + command.replace(' ', '-')
 
 
 def options(func):
@@ -62,12 +69,12 @@ def commands_page(names):
              'Exit codes: 0 went well, 1 a gate was not passed (`--fail-above`), 2 a mistake in what was asked, 3 the Runs are not comparable, 4 what is needed is not there (data, memory, a network) '
              'or a training failed, 130 interrupted.']
     every = commands()
-    parts.append(table(['Command', 'What'], *((f'[`fastbench {k}`](#fastbench-{k})', inspect.getdoc(f).split('\n')[0]) for k, f in every.items())))
+    parts.append(table(['Command', 'What'], *((f'[`fastbench {k}`](#{anchor(k)})', inspect.getdoc(f).split('\n')[0]) for k, f in every.items())))
     for k, f in every.items():
         rows = options(f)
         args = [o for o in rows if o['argument']]
         usage = ' '.join([f'fastbench {k}', *(o['names'][0] if o['required'] else f"[{o['names'][0]}]" for o in args), '[OPTIONS]'])
-        parts += [f'## `fastbench {k}` {{#fastbench-{k} .symbol}}', fence(usage, 'sh'), inspect.getdoc(f),
+        parts += [f'## `fastbench {k}` {{#{anchor(k)} .symbol}}', fence(usage, 'sh'), inspect.getdoc(f),
                   table(['Argument', 'What'], *((code(o['names'][0]), o['about'] + (f" One of {', '.join(map(code, o['choices'].split('|')))}." if o['choices'] else '')
                                                  + (f" Default: {code(o['default'])}." if o['default'] != '' else '')) for o in args)),
                   table(['Option', 'Value', 'Default', 'What'], *((', '.join(map(code, o['names'])), code(o['value']), code(o['default']), o['about']) for o in rows if not o['argument']))]
