@@ -37,7 +37,7 @@ class Kept(NamedTuple):
     ready: object # On the device, transformed
 
 def _first_batch(dl):
-    it = iter(host_loader(same_order(dl.new(num_workers=0)), num_workers=0))
+    it = iter(same_order(host_loader(dl, num_workers=0)))
     host = next(it, None)
     it.close()
     if host is None: raise UserError('diagnose_input: the training set has no batch. Is bs larger than the set?')

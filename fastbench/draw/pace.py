@@ -9,6 +9,7 @@ __all__ = ['Pace', 'Metronome', 'step_pace', 'Repeated', 'copies_ahead', 'host_l
 # %% ../../nbs/draw/40_pace.ipynb #9d85f01a
 import os
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from os import PathLike
 from time import perf_counter, process_time
@@ -19,6 +20,7 @@ from fastai.callback.core import Callback, CancelFitException
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastai.torch_core import to_device
+from fastcore.basics import noop
 from fasttransform import Pipeline
 
 from ..measure.loader import is_plain
@@ -86,7 +88,9 @@ class _Watch(Callback):
         if self.tick(): raise CancelFitException
     def after_train(self): raise CancelFitException
 
-def _wait_for(device): return torch.cuda.synchronize if device.type == 'cuda' else lambda: None
+def _wait_for(device):
+    "What waits until a device is done"
+    return partial(torch.cuda.synchronize, device) if device.type == 'cuda' else noop
 
 def step_pace(learn:Learner, # Whose steps
               train, # The loader to take them with: any iterable of batches with a length
