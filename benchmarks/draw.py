@@ -18,6 +18,8 @@ import resource
 import sys
 import tempfile
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from time import process_time
@@ -140,20 +142,30 @@ def drained(dl, spent):
     return run
 
 
+def decoded(data, decoder, threads):
+    "Decode all at half size, and do nothing else"
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(lambda i: [decoder.decode(o, 2, False) for o in data[i::threads]], range(threads)): pass
+
+
 def bench_loader(args):
     ok = True
     with tempfile.TemporaryDirectory() as tmp:
-        path = folder_of(jpegs(args.images), tmp)
+        data = jpegs(args.images)
+        path = folder_of(data, tmp)
         for name, crop in (('Resize', Resize(SIDE)), ('RandomResizedCrop(min_scale=.35)', RandomResizedCrop(SIDE, min_scale=.35))):
             for aug in (False, True):
                 dls = make(path, crop, aug_transforms() if aug else None, args.workers)
                 fast = fast_images(make(path, crop, aug_ours() if aug else None, args.workers), threads=args.workers)
                 n = len(dls.train)*dls.train.bs
+                bare = partial(decoded, data[:n], fast.train.choice.decoder, args.workers)
                 spent = dict(fastai=[], ours=[])
-                work = dict(fastai=drained(dls.train, spent['fastai']), ours=drained(fast.train, spent['ours']))
+                work = dict(fastai=drained(dls.train, spent['fastai']), ours=drained(fast.train, spent['ours']), bare=bare)
                 times = time_rounds(work, args.rounds)
                 what = f'{name}, {"with default augmentation" if aug else "without augmentation"}'
                 print(f'{what}: images a second:', per_second(times, n), '; ms of a core for an image:', {k: round(1e3*median(v)/n, 2) for k, v in spent.items()})
+                most, _ = ratio(times, 'fastai', 'bare')
+                print(f'  decoding alone, at half size, in {args.workers} threads: {most:.2f} times as fast as fastai: no loader that decodes is faster')
                 ok &= verdict(f'{what}, {args.workers} threads against fastai with {args.workers} workers', ratio(times, 'fastai', 'ours'), 4)
     return ok
 

@@ -8,14 +8,17 @@ import torch
 import torch.nn.functional as F
 import fastai.callback.progress  # adds no_bar
 from fastai.callback import mixup
+from fastai.data.block import CategoryBlock, DataBlock
 from fastai.data.core import DataLoaders, Datasets
-from fastai.data.transforms import IntToFloatTensor, Normalize
+from fastai.data.transforms import IntToFloatTensor, Normalize, RandomSplitter, get_image_files, parent_label
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from fastai.torch_core import TensorImage
 from fastai.vision import augment as fa
 from fastai.vision.core import TensorBBox, TensorMask, TensorPoint, imagenet_stats
-from fasttransform import Pipeline
+from fastai.vision.data import ImageBlock
+from fasttransform import Pipeline, Transform
+from PIL import Image
 from scipy.stats import chisquare, ks_2samp
 from torch import nn
 
@@ -25,6 +28,8 @@ from fastbench.draw.chance import uniforms
 from fastbench.draw.colour import BatchColour
 from fastbench.draw.crop import BatchCrop, BatchFlip, crop_nearest, crop_slices, crop_weighted, random_boxes, resized
 from fastbench.draw.erase import BatchCutout, BatchErase, erase_masked, erase_slices
+from fastbench.draw.fast import fast_images  # adds the method
+from fastbench.draw.swap import fast_augment  # adds the method
 from fastbench.draw.mix import BatchCutMix, BatchMixUp, patches
 from fastbench.errors import UserError
 
@@ -421,10 +426,6 @@ def test_fused_normalisation_is_fastais():
 
 
 def test_in_a_data_block(tmp_path):
-    from PIL import Image
-    from fastai.data.block import CategoryBlock, DataBlock
-    from fastai.data.transforms import RandomSplitter, get_image_files, parent_label
-    from fastai.vision.data import ImageBlock
     rng = np.random.default_rng(0)
     for i in range(24):
         (f := tmp_path/'ab'[i % 2]/f'{i}.png').parent.mkdir(exist_ok=True)
@@ -441,6 +442,28 @@ def test_in_a_data_block(tmp_path):
     with learn.no_bar(), learn.no_logging(): learn.fit(1)
     learn.export(tmp_path/'learn.pkl')
     dls.show_batch(max_n=2)
+
+
+def test_a_learners_augmentation_is_swapped(tmp_path):
+    rng = np.random.default_rng(0)
+    for i in range(24):
+        (f := tmp_path/'ab'[i % 2]/f'{i}.png').parent.mkdir(exist_ok=True)
+        Image.fromarray(rng.integers(0, 255, (40, 50, 3), dtype='uint8')).save(f)
+    def made(*tfms):
+        block = DataBlock((ImageBlock, CategoryBlock), get_items=get_image_files, get_y=parent_label, splitter=RandomSplitter(.25, seed=0), item_tfms=fa.Resize(32), batch_tfms=[*tfms])
+        return Learner(block.dataloaders(tmp_path, bs=4, num_workers=0, device='cpu'), nn.Sequential(nn.Flatten(), nn.Linear(3*32*32, 2)), loss_func=CrossEntropyLossFlat())
+    learn, plain = (made(*fa.aug_transforms(max_rotate=5.), Normalize.from_stats(*imagenet_stats, cuda=False)) for _ in range(2))
+    learn.fast_images().fast_augment()
+    assert [type(o).__name__ for o in learn.dls.train.after_batch.fs] == ['BatchAffine', 'IntToFloatTensor', 'BatchColour', 'BatchNormalize']
+    for (x, y), (a, b) in zip(learn.dls.valid, plain.dls.valid): assert torch.allclose(x, a, atol=.05) and torch.equal(y, b)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    learn.export(tmp_path/'learn.pkl')
+    with pytest.raises(UserError, match='none of these batch transforms has a faster one: Nothing, IntToFloatTensor'): made(Nothing()).fast_augment()
+    with pytest.raises(UserError, match='Dihedral cannot be swapped: dihedral_mat'): made(*fa.aug_transforms(flip_vert=True)).fast_augment()
+
+
+class Nothing(Transform):
+    def encodes(self, x:TensorImage): return x
 
 
 @pytest.mark.parametrize('kwargs,match', [(dict(flip=2), 'flip=2'), (dict(min_scale=.3), 'needs a size'), (dict(size=8, min_scale=0.), 'min_scale=0'),

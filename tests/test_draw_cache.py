@@ -187,6 +187,15 @@ def test_normalisation_in_one_step_is_the_same(pets, tmp_path):
     for (x, _), (y, _) in zip(epochs(a), epochs(b)): assert (x-y).abs().max() < 1e-4
 
 
+def test_channels_last_has_the_same_numbers(pets, tmp_path):
+    plain, last = (cached(make(pets), tmp_path/'c', whole=True, workers=0, channels_last=o) for o in (False, True))
+    for (x, y), (x2, y2) in zip(epochs(plain.train), epochs(last.train)):
+        assert x.is_contiguous() and x2.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(x, x2) and torch.equal(y, y2)
+    assert last.train.new().channels_last
+    with pytest.raises(UserError, match='add whole=True'): cached(make(pets), tmp_path/'c', channels_last=True)
+
+
 class Nothing(Transform):
     order = 50
     def encodes(self, x:TensorImage): return x

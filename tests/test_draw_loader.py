@@ -357,7 +357,7 @@ def test_threads_of_a_hung_pool_do_not_hold_up_its_end():
 
 def test_ranks_share_it(folder, monkeypatch):
     from fastai.distributed import DistributedDL
-    from fastbench.train.ranks import RankDL
+    from fastbench.distributed.ranks import RankDL
     for kind in (DistributedDL, RankDL):
         monkeypatch.setattr(kind, '_broadcast', lambda self, t, rank: t)
         whole = [b for b in seeded(folder, partial(PoolDL, threads=0, exact=True), shuffle=True, drop_last=False)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fastai.data.core import DataLoaders, TfmdDL
 
+from fastbench.bench.learner import bench_learner
 from fastbench.draw import workers
 from fastbench.draw.fast import fast_images
 from fastbench.draw.loader import PoolDL
@@ -123,3 +124,12 @@ def test_measured(folder):  # noqa: F811
     rates = time_workers(fast_images(loaders(folder)).train, [0, 1], batches=3)
     assert sorted(rates) == [0, 1] and all(r > 0 for r, _ in rates.values())
     assert type(seeded(folder)) is SeededDL
+
+
+def test_a_recipe_measures_its_workers(monkeypatch):
+    monkeypatch.setattr(workers, 'time_workers', lambda dl, counts, batches: {0: (10., 0.), 1: (30., .1)})
+    few = dict(sample=.1, bs=8, workers='auto')
+    assert bench_learner('photos-xresnet18', **few).dls.info['workers'] == 1
+    learn = bench_learner('photos-xresnet18', loader='threads', **few)
+    assert learn.dls.info['threads'] == learn.dls.train.threads == 1
+    with pytest.raises(UserError, match="workers='auto' has no effect"): bench_learner('photos-xresnet18', loader='whole', cache='array', **few)

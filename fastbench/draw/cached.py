@@ -178,14 +178,17 @@ class CachedDL(CopiesAhead, TfmdDL):
     def __init__(self, dataset, # `CachedItems`
                  crop=None, # A `BatchCrop`; None: items are as they shall be
                  source=None, # The loader that was cached
+                 channels_last=False, # Batches in channels-last memory
                  **kwargs):
         super().__init__(dataset, **kwargs)
         self.crop,self.source,self.epoch_key,self.memory = crop,source,0,RecycledMemory()
+        self.channels_last = channels_last
         if source is not None: self.rng.setstate(source.rng.getstate())
 
     def new(self, dataset=None, cls=None, **kwargs):
         if dataset is not None and not isinstance(dataset, CachedItems): return self.source.new(dataset, cls, **kwargs)
-        return super().new(dataset, cls, **merge(dict(crop=self.crop, source=self.source), kwargs))
+        mine = {k: getattr(self, k) for k in ('crop', 'source', 'channels_last')}
+        return super().new(dataset, cls, **merge(mine, kwargs))
 
     def randomize(self):
         super().randomize()
@@ -213,7 +216,8 @@ def _images(self:CachedDL, store, idxs):
     norm = next((f for f in self.after_batch.fs if isinstance(f, NormalizeBytes)), None)
     images = [store.image(i) for i in idxs]
     in_floats = norm and training and (self.device is None or self.device.type == 'cpu')
-    out = self.memory.empty(len(idxs), images[0].shape[2], *self.crop.size) if in_floats else None
+    shape = len(idxs),images[0].shape[2],*self.crop.size
+    out = self.memory.empty(*shape, channels_last=self.channels_last) if in_floats else None
     x = self.crop.cut_each(images, training, norm.scale if in_floats else None, out)
     return (TensorImageBW if x.shape[1] == 1 else TensorImage)(x)
 
@@ -259,6 +263,7 @@ class CachedLoaders(DataLoaders):
 # %% ../../nbs/draw/24_cached.ipynb #44c0783f
 def cached_loader(dl, # A loader of fastai
                   whole=False, # Cut and mirror whole batches, by other draws of the same distribution
+                  channels_last=False, # Of whole batches: in channels-last memory
                   **kwargs # As for `cached_items`
     )->TfmdDL:
     "A loader whose items come from a cache"
@@ -272,7 +277,7 @@ def cached_loader(dl, # A loader of fastai
         return res
     _check_whole(data.store, crop)
     same = dict(bs=dl.bs, shuffle=dl.shuffle, drop_last=dl.drop_last, num_workers=0, device=dl.device)
-    return CachedDL(data, crop, dl, after_item=rest, after_batch=_in_place(dl.after_batch.fs), **same)
+    return CachedDL(data, crop, dl, channels_last, after_item=rest, after_batch=_in_place(dl.after_batch.fs), **same)
 
 # %% ../../nbs/draw/24_cached.ipynb #2bbe00f1
 def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set
@@ -282,12 +287,14 @@ def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set
            store='array', # array: mapped into memory; parquet: compressed, needs the extra `table`
            workers=None, # Processes that prepare items; None: as many as there are cores
            check=True, # Compare checksums before a cache is used
+           channels_last=False, # Training batches of `whole` in channels-last memory, which is faster still
            tell=None, # Called with the items prepared so far and in all; None: a bar on a terminal
     ): # The same: `DataLoaders`, a loader or a data set
     "Do once what does not depend on chance, and read it from disk from then on"
     kwargs = dict(where=where, size=size, store=store, workers=workers, check=check, tell_done=tell)
+    if channels_last and not whole: raise UserError('channels_last=True is for whole batches: add whole=True')
     if isinstance(dls, DataLoaders):
-        return CachedLoaders(*[cached_loader(dl, whole, **kwargs) for dl in dls.loaders], source=dls)
-    if isinstance(dls, TfmdDL): return cached_loader(dls, whole, **kwargs)
+        return CachedLoaders(*[cached_loader(dl, whole, channels_last, **kwargs) for dl in dls.loaders], source=dls)
+    if isinstance(dls, TfmdDL): return cached_loader(dls, whole, channels_last, **kwargs)
     if whole: raise UserError('whole=True is for loaders: a data set has no batches')
     return cached_items(dls, **kwargs)

@@ -21,7 +21,7 @@ from fastai.vision.core import BILINEAR
 from PIL import Image
 
 from ..errors import UserError
-from .decode import Header, decode, decoders
+from .decode import Header, Scratch, decode, decoders
 
 # %% ../../nbs/draw/03_cut.ipynb #05c2f862
 @dataclass
@@ -179,6 +179,7 @@ def _outward(lo, hi, d, n):
     return max(lo, 0), min(hi, n), max(-lo, 0), max(hi-n, 0)
 
 # %% ../../nbs/draw/03_cut.ipynb #ea70b52b
+_scratch = Scratch() # no picture outlives `cut`
 _PADS = dict(zeros='constant', border='edge', reflection='reflect')
 _MODES = {BILINEAR: 'bilinear', Image.Resampling.BICUBIC: 'bicubic'}
 
@@ -189,8 +190,11 @@ def _part(x, c, size):
     d = next(d for d in (1, 2, 4, 8) if x.shape[:2] == (-(-h//d), -(-w//d)))
     l,r,*across = _outward(l, r, d, x.shape[1])
     t,b,*down = _outward(t, b, d, x.shape[0])
-    x = np.ascontiguousarray(x[t:b, l:r])
-    return np.pad(x, (down, across, (0, 0)), _PADS[c.pad_mode]) if any(across) or any(down) else x
+    x = x[t:b, l:r]
+    if any(across) or any(down): return np.pad(x, (down, across, (0, 0)), _PADS[c.pad_mode])
+    res = _scratch.bytes(x.size, 'box')[:x.size].reshape(x.shape)
+    np.copyto(res, x)
+    return res
 
 def cut_pixels(x, # uint8 (height, width, channels), at full size or divided
                c:Crop, # What is wanted, in pixels at full size
@@ -224,4 +228,5 @@ def cut(data:bytes, # Of the file
         out[:] = cut_exactly(Image.fromarray(x[..., 0] if gray else x), c)
     else:
         size = head.width,head.height
-        cut_pixels(decode(data, decoder, pick_divisor(c, size, decoder.divisors), gray, head, name), c, size, out)
+        x = decode(data, decoder, pick_divisor(c, size, decoder.divisors), gray, head, name, _scratch)
+        cut_pixels(x, c, size, out)

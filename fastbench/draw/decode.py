@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['decoders', 'CorruptImage', 'unreadable', 'Header', 'jpeg_header', 'read_header', 'Decoder', 'decoder', 'get_decoder',
-           'decode']
+           'Scratch', 'decode']
 
 # %% ../../nbs/draw/00_decode.ipynb #3f620dc2
-import io, struct
+import io, struct, threading
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Callable
@@ -77,6 +77,7 @@ class Decoder:
     divisors: tuple = (1,) # The size can be divided by these
     formats: tuple = () # Those it is for; (): every one
     exact: bool = False # Is every pixel Pillow's?
+    reuses: bool = False # Does it take memory to write into, as `buffer`?
     missing: Callable = lambda: '' # What keeps it from working here, in words; '': nothing
 
 decoders = {} # name -> `Decoder`
@@ -121,11 +122,13 @@ def _pillow_scaled(data, divisor=1, gray=False):
 # %% ../../nbs/draw/00_decode.ipynb #1d009835
 def _halved(n, divisor): return -(-n//divisor)
 
-@decoder('simplejpeg', divisors=(1, 2, 4, 8), formats=('jpeg',), missing=_needs('simplejpeg'))
-def _simplejpeg(data, divisor=1, gray=False):
+@decoder('simplejpeg', divisors=(1, 2, 4, 8), formats=('jpeg',), reuses=True,
+         missing=_needs('simplejpeg'))
+def _simplejpeg(data, divisor=1, gray=False, buffer=None):
     from simplejpeg import decode_jpeg, decode_jpeg_header
     h,w = decode_jpeg_header(data)[:2] if divisor > 1 else (0, 0)
-    return decode_jpeg(data, 'GRAY' if gray else 'RGB', min_height=_halved(h, divisor), min_width=_halved(w, divisor))
+    return decode_jpeg(data, 'GRAY' if gray else 'RGB', min_height=_halved(h, divisor), min_width=_halved(w, divisor),
+                       buffer=buffer)
 
 # %% ../../nbs/draw/00_decode.ipynb #fc598f57
 def _torchvision_on(data, gray, device):
@@ -151,6 +154,17 @@ def _no_nvjpeg():
 @decoder('nvjpeg', formats=('jpeg',), missing=_no_nvjpeg)
 def _nvjpeg(data, divisor=1, gray=False): return _torchvision_on(data, gray, 'cuda')
 
+# %% ../../nbs/draw/00_decode.ipynb #4ac1434c
+class Scratch(threading.local):
+    "Memory of a thread that every image is written over the one before it in"
+    def __init__(self): self.kept = {}
+    def bytes(self, n, # How many at least
+              use='image', # What for: another use has other memory
+        )->np.ndarray: # uint8, one dimension
+        "Memory that this thread has used before, where it is large enough"
+        if len(self.kept.get(use, ())) < n: self.kept[use] = np.empty(n + n//4, np.uint8)
+        return self.kept[use]
+
 # %% ../../nbs/draw/00_decode.ipynb #bd6a1a3c
 def _is_for(dec, head):
     small = Image.MAX_IMAGE_PIXELS is None or head.width*head.height <= Image.MAX_IMAGE_PIXELS
@@ -162,11 +176,15 @@ def decode(data:bytes, # Of the file
            gray:bool=False, # One channel
            head:Header=None, # Of the file, where it was read already
            name='(bytes)', # What to call the file in an error
+           scratch:Scratch=None, # Memory that the pixels may stay in until the next image; None: new memory
     ): # uint8 (height, width, channels)
     "The pixels of an image"
     head = head or read_header(data, name)
     if decoder.formats and _is_for(decoder, head):
-        try: return decoder.decode(data, divisor if divisor in decoder.divisors else 1, gray)
+        d,more = divisor if divisor in decoder.divisors else 1,{}
+        if scratch and decoder.reuses:
+            more['buffer'] = scratch.bytes(_halved(head.width, d)*_halved(head.height, d)*(1 if gray else 3))
+        try: return decoder.decode(data, d, gray, **more)
         except Exception: pass # Pillow reads it, or says why not
     try: return decoders['pillow'].decode(data, 1, gray)
     except Exception as e: raise unreadable(name, _why(e, data)) from None

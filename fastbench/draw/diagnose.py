@@ -23,6 +23,7 @@ from .cached import cached
 from .fast import fast_images
 from .pace import Metronome, Pace, Repeated, copies_ahead, files_of, forget_files
 from .pace import host_loader, loader_pace, same_order, step_pace, together
+from .swap import fast_augment
 from ..errors import UserError
 from ..machine.environment import cores, worker_cores
 from ..measure.clock import train_device
@@ -110,6 +111,7 @@ def _with_workers(learn):
 
 remedies.append(Remedy('a worker for each core', 'num_workers={cores}', _with_workers))
 remedies.append(Remedy('decoding by threads', 'learn.fast_images()', lambda learn: fast_images(learn.dls)))
+remedies.append(Remedy('faster augmentation', 'learn.fast_augment()', lambda learn: fast_augment(learn.dls)))
 
 # %% ../../nbs/draw/45_diagnose.ipynb #a6bfccaf
 def some_items(dl, # A fastai loader

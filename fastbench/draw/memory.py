@@ -25,8 +25,10 @@ class RecycledMemory:
 
     def empty(self, *shape, # Of the tensor
               dtype=np.float32, # Its numbers, as NumPy calls them
+              channels_last=False, # With the channels of a pixel side by side
         ): # A tensor, its contents as they happen to be
         "A tensor in memory that nobody else holds"
+        if channels_last: return self.empty(*(shape[o] for o in (0, 2, 3, 1)), dtype=dtype).permute(0, 3, 1, 2)
         for i in range(len(self.arrays)):  # by number: a variable would be one more holder
             fits = self.arrays[i].shape == shape and self.arrays[i].dtype == dtype
             if fits and _holders(self.arrays, i) == _FREE: return torch.from_numpy(self.arrays[i])

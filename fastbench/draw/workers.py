@@ -18,6 +18,7 @@ from torch.utils.data import get_worker_info
 from ..errors import UserError
 from ..machine.environment import worker_cores
 from ..train.transfer import CopiesAhead
+from .fast import with_loaders
 from .loader import PoolDL
 from .pool import StuckWorker, stuck
 from .seeded import SeededDL, item_name
@@ -165,8 +166,8 @@ def auto_workers(dls:DataLoaders, # Of fastai; what `fast_images` gives has thre
         return res
     loaders = [make(o) for o in dls.loaders]
     for new,old in zip(loaders, dls.loaders): new.rng.setstate(old.rng.getstate())
-    res = type(dls)(*loaders, path=dls.path, device=loaders[0].device)
-    for k,v in vars(dls).items():
-        if k not in vars(res): setattr(res, k, v)
+    res = with_loaders(dls, loaders)
     res.workers,res.worker_rates = n,{k: round(r) for k,(r,_) in rates.items()}
+    of = 'threads' if isinstance(dls.train, PoolDL) else 'workers'
+    if isinstance(info := vars(dls).get('info'), dict): res.info = info | {of: n}
     return res

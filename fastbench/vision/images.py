@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..errors import UserError
 from ..recipe import Kind
-from ..rules import held_out, one_of, optional, real, setting, source, text, whole, yes_no
+from ..rules import either, held_out, one_of, optional, real, setting, source, text, whole, yes_no
 
 # %% ../../nbs/vision/00_images.ipynb #272c4a22
 _data = "data source, 'auto', or a path: a folder by class, a table of files"
@@ -21,6 +21,8 @@ _loader = 'items: fastai makes them one by one; threads: see draw.loader; whole:
 _prepare = 'work on each image before its crop; align: detect, crop, align, see vision.align'
 _cache = 'what does not depend on chance is done once and kept on disk: see draw.cached'
 _resize = 'shorter side at which a cache keeps images, in pixels; None: as they are'
+_workers = "loader processes, or threads of loader='threads'; auto: by measurement; None: min(8, cpus)"
+_progressive = 'share of the side at which training begins, full size from three quarters on; None: no change'
 _augment = 'where augmentation happens: see vision.augment; auto: as suits the data'
 
 # %% ../../nbs/vision/00_images.ipynb #6d358bfd
@@ -31,6 +33,7 @@ class Images(Kind, kind=False):
     split: str = setting(one_of('own', 'pooled'), _split, default='own')
     valid: float|str|None = setting(optional(held_out()), _valid, default=None)
     label_col: str|None = setting(optional(text()), _label, default=None)
+    workers: int|str|None = setting(optional(either('auto', whole(0))), _workers, default=None)
     size: int|None = setting(optional(whole(1)), 'image side in pixels; None: as the source has it', default=None)
     prefetch: int = setting(whole(1), 'batches fetched ahead by each worker', default=2)
     loader: str = setting(one_of('items', 'threads', 'whole'), _loader, default='items')
@@ -46,6 +49,7 @@ class Images(Kind, kind=False):
         about='probability of a horizontal flip; None: as suits the data')
     pad: int = setting(whole(0), 'pixels of reflection around an image before a random crop', default=0)
     cutout: int = setting(whole(0), 'side of the square that is blanked, in pixels', default=0)
+    progressive: float|None = setting(optional(real(0, 1, above=True)), _progressive, default=None)
     tta: bool = setting(yes_no(), 'predict the mean of an image and its mirror image', default=False)
 
     def check(self):
@@ -55,5 +59,6 @@ class Images(Kind, kind=False):
         self.only_if(self.loader == 'threads', "loader='threads'", 'decoder')
         self.only_if(self.loader != 'threads', "loader='items' or 'whole'", 'prepare', 'cache')
         self.only_if(self.cache != 'none', "cache='array' or 'parquet'", 'resize')
+        if self.loader == 'whole': self.only_if(self.workers != 'auto', "loader='items' or 'threads'", 'workers')
         if self.loader == 'whole' and self.cache != 'array':
             raise UserError(f"loader='whole' cuts batches from a cache in memory: cache='array', not {self.cache!r}")

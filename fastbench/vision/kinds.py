@@ -27,12 +27,18 @@ def make_dls(self:Images, bs, device=None, offline=False):
     given |= dict(workers=_workers(self), device=device, offline=offline, item_tfms=_prepared(self))
     make = partial(vision_dls, self.data, self.size, **given)
     dls = _or_all_there_is(self, bs, make)
-    if self.loader == 'threads': return _by_threads(self, dls)
-    if self.cache != 'none': return _from_cache(self, dls)
-    if self.augment == 'auto': return dls
-    return augmented(dls, self.augment, self.pad, dls.info['flip'], self.cutout)
+    if self.loader == 'threads': dls = _by_threads(self, dls)
+    elif self.cache != 'none': dls = _from_cache(self, dls)
+    elif self.augment != 'auto': dls = augmented(dls, self.augment, self.pad, dls.info['flip'], self.cutout)
+    return _measured(dls) if self.workers == 'auto' else dls
 
-def _workers(r): return 0 if r.loader == 'threads' or r.augment == 'batch' and r.workers is None else r.workers
+def _workers(r):
+    if r.loader == 'threads' or r.workers == 'auto' or r.augment == 'batch' and r.workers is None: return 0
+    return r.workers
+
+def _measured(dls):
+    from fastbench.draw.workers import auto_workers
+    return auto_workers(dls)
 
 def _prepared(r):
     if r.prepare == 'none': return []
@@ -41,11 +47,12 @@ def _prepared(r):
 
 def _from_cache(r, dls):
     from fastbench.draw.cached import cached
-    return cached(dls, whole=r.loader == 'whole', size=r.resize, store=r.cache)
+    whole = r.loader == 'whole'
+    return cached(dls, whole=whole, size=r.resize, store=r.cache, channels_last=whole and r.channels_last)
 
 def _by_threads(r, dls):
     from fastbench.draw.fast import fast_images
-    return fast_images(dls, threads=r.workers, decoder=r.decoder)
+    return fast_images(dls, threads=None if r.workers == 'auto' else r.workers, decoder=r.decoder)
 
 # %% ../../nbs/vision/08_kinds.ipynb #3c3f0242
 def _or_all_there_is(r, bs, make):
@@ -63,10 +70,12 @@ def _or_all_there_is(r, bs, make):
 @patch
 def switch_on(self:Images, learn):
     from fastbench.callback.backends import Backends
+    from fastbench.callback.progressive import ProgressiveResize
     from fastbench.callback.tta import FlipTTA
     if learn.device.type == 'cuda' and learn.dls.info['size']: learn.add_cb(Backends(benchmark=True))
     if self.channels_last: learn.to_channelslast()
     if self.tta: learn.add_cb(FlipTTA())
+    if self.progressive: learn.add_cb(ProgressiveResize(self.progressive))
 
 # %% ../../nbs/vision/08_kinds.ipynb #e573ff84
 @dataclass(frozen=True)

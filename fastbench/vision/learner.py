@@ -25,6 +25,7 @@ from torch import nn
 from ..machine.download import DataUnavailable, cache_dir, fetch
 from ..machine.hub import cached, first_line, look_up
 from ..errors import UserError, unknown
+import fastbench.distributed.learner  # adds to_distributed
 from ..train.learner import BenchLearner
 
 # %% ../../nbs/vision/03_learner.ipynb #c1bbecee

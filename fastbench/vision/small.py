@@ -18,6 +18,7 @@ from fastcore.meta import delegates
 from torch import nn
 
 from ..errors import UserError, unknown
+import fastbench.distributed.learner  # adds to_distributed
 from ..train.learner import BenchLearner
 from .learner import item_shape, n_out_of
 
