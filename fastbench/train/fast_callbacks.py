@@ -15,9 +15,11 @@ from fastai.callback.core import TrainEvalCallback
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import ParamScheduler, SchedNo, combine_scheds
 from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, CastToTensor, Recorder
-from fastai.torch_core import num_distrib, to_detach
+from fastai.torch_core import to_detach
 from fastcore.basics import patch
 from torch import Tensor
+
+from ..machine.group import world_size
 
 # %% ../../nbs/train/01_fast_callbacks.ipynb #5e7dd01b
 class SmoothLoss(AvgSmoothLoss):
@@ -31,22 +33,24 @@ class SmoothLoss(AvgSmoothLoss):
         self._val,self._raw,self._dtype = None,None,None
         self._floats,self._blocks,self._steps = [],[],[]
         self._done,self.count = 0,0
-        self._alone = num_distrib() <= 1
+        self._alone = world_size() < 2
 
 # %% ../../nbs/train/01_fast_callbacks.ipynb #f102f476
 @patch
 def accumulate(self:SmoothLoss, learn # A Learner after a step
     ):
     "Keep the loss of a training step"
-    loss = learn.loss
-    if self._alone and loss.is_cpu and not loss.ndim:
+    loss,known = learn.loss,self._alone or _is_of_all(learn)
+    if known and loss.is_cpu and not loss.ndim:
         if loss.dtype is not self._dtype:
             self._work_out()
             self._dtype = loss.dtype
         self._floats.append(loss.item())
-    else: self._put(loss.detach() if self._alone else to_detach(loss.mean()))
+    else: self._put(loss.detach() if known else to_detach(loss.mean()))
     self.count += 1
     if not self.count % self.size: self._work_out()
+
+def _is_of_all(learn): return 'weigh_shares' in vars(learn)  # the callback has brought together what processes have
 
 @patch
 def _put(self:SmoothLoss, loss):
@@ -98,6 +102,21 @@ def keep(self:SmoothLoss, losses:list): # losses: one a step, of a fit before
     "Show them until the next fit begins"
     self._steps = losses
 
+# %% ../../nbs/train/01_fast_callbacks.ipynb #6e041f40
+@patch
+def state_dict(self:SmoothLoss)->dict:
+    "The average so far, and what it was after each step"
+    self._work_out()
+    return dict(val=self._val, blocks=list(self._blocks), done=self._done)
+
+@patch
+def load_state_dict(self:SmoothLoss, state:dict # Of `state_dict`
+    ):
+    "Go on from there"
+    self.reset()
+    self._val,self._blocks = state['val'],state['blocks']
+    self._done = self.count = state['done']
+
 # %% ../../nbs/train/01_fast_callbacks.ipynb #98838f57
 def _times(mean, n):
     return torch.where(n > 0, mean, 0.)*n if isinstance(n, Tensor) else mean*n  # the mean of nothing is NaN
@@ -106,7 +125,7 @@ class LeanLoss(AvgLoss):
     "`AvgLoss` without a wait for the device at every batch, every target weighing the same"
     def n(self, learn): return learn.n_targets(learn.yb)
     def accumulate(self, learn):
-        if num_distrib() <= 1: loss = learn.loss.detach().mean()
+        if world_size() < 2: loss = learn.loss.detach().mean()
         else: loss = learn.to_detach(learn.loss.mean(), cpu=False)
         n = self.n(learn)
         self.total += _times(loss, n)

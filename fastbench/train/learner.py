@@ -7,7 +7,6 @@ __all__ = ['find_device', 'precision_on', 'Switches', 'BenchLearner']
 
 # %% ../../nbs/train/07_learner.ipynb #81360b09
 import os, warnings
-from importlib.util import find_spec
 
 import torch
 from fastai.callback.channelslast import ChannelsLast as FastaiChannelsLast
@@ -129,20 +128,6 @@ def to_contiguous(self:Switches, to_fp32=False): # to_fp32: no mixed precision e
     "PyTorch's usual memory layout"
     if to_fp32: self.to_fp32()
     return self.remove_cb(FastaiChannelsLast)
-
-# %% ../../nbs/train/07_learner.ipynb #51e98596
-@patch
-def to_distributed(self:Switches, sync_bn=True, # Batch norm over all processes, on GPUs
-                   **kwargs): # Of `Accelerator`: cpu=True for processes on a CPU
-    "Train in all processes that torchrun has started; `detach_distributed` takes it off"
-    if find_spec('accelerate') is None:
-        raise UserError("several processes are brought together by Accelerate, which is not there: pip install "
-                        "'fastbench[distributed]'")
-    from fastai.callback.progress import ProgressCallback
-    from fastai.torch_core import rank_distrib
-    from fastbench.train.ranks import RankTrainer
-    self.add_cb(RankTrainer(sync_bn and not kwargs.get('cpu'), **kwargs))
-    return self.remove_cb(ProgressCallback) if rank_distrib() else self
 
 # %% ../../nbs/train/07_learner.ipynb #75a301d1
 @patch

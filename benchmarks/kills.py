@@ -1,0 +1,169 @@
+"""A training with checkpoints, killed by kill -9 at random moments and started again, until it is over.
+
+`python benchmarks/kills.py [--kills 50] [--seed 0]` kills as often as that, and says for each training how often it was killed, how many steps were lost at most, whether each kill left a
+checkpoint that can be read, and whether the losses are those of a training that nobody killed. `--cost` measures what a checkpoint costs instead: fits with and without, in turn."""
+import argparse
+import hashlib
+import json
+import mmap
+import os
+import random
+import signal
+import statistics
+import struct
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from fastai.callback.core import Callback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Recorder
+from fastai.torch_core import set_seed
+from torch import nn
+
+import fastai.callback.schedule  # adds fit_one_cycle
+from fastbench.callback.ema import EMACallback
+from fastbench.train.checkpoint import checkpoints, read_header, read_state
+from fastbench.train.learner import BenchLearner
+from fastbench.train.optimizer import fused_adamw
+from fastbench.train.resume import CheckpointEvery
+
+INTERVAL, EPOCHS = 4, 4
+
+
+class Tell(Callback):
+    "Leaves the number of steps that were begun where another process sees it"
+    order = -2000
+    def __init__(self, shared): self._shared = shared
+    def before_batch(self):
+        if self.training: self._shared[:8] = struct.pack('q', self.learn.train_iter + 1)
+
+
+def train(path, shared=None, width=64, epochs=EPOCHS, stamps=None, **kwargs):
+    "Losses, values and weights of a small training, as text"
+    set_seed(5)
+    xs, ys = torch.randn(192, 8), torch.randint(0, 3, (192,))
+    data = list(zip(xs, ys))
+    m = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(.3), nn.Linear(width, 3))
+    learn = BenchLearner(DataLoaders(DataLoader(data, bs=8, shuffle=True), DataLoader(data, bs=32)), m, loss_func=nn.CrossEntropyLoss(),
+                         opt_func=fused_adamw, cbs=EMACallback(.9), path=path)
+    cbs = ([CheckpointEvery(folder='c', tell=lambda o: None, **kwargs)] if kwargs else []) + ([Tell(shared)] if shared else []) + ([stamps] if stamps else [])
+    with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(epochs, 1e-2, cbs=cbs)
+    weights = b''.join(p.detach().numpy().tobytes() for p in learn.model.parameters())
+    return json.dumps([[o.item().hex() for o in learn.recorder.losses], [[v.hex() for v in o] for o in learn.recorder.values],
+                       hashlib.sha1(weights).hexdigest()])
+
+
+def started(path, shared, **kwargs):
+    "The process that trains, and the file that gets what it came to"
+    out = Path(path)/'out.json'
+    pid = os.fork()
+    if pid: return pid, out
+    try: out.write_text(train(path, shared, **kwargs))
+    except BaseException as e:
+        print(f'{type(e).__name__}: {e}', file=sys.stderr)
+        os._exit(1)
+    os._exit(0)
+
+
+def ended(pid, after):
+    "Kill -9 `pid` after some seconds. True: it was over before"
+    end = time.monotonic() + after
+    while time.monotonic() < end:
+        if os.waitpid(pid, os.WNOHANG)[0]: return True
+        time.sleep(.0005)
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return os.WIFEXITED(status)
+
+
+def one_training(path, rng, most, interval=INTERVAL):
+    "kills, the most steps that a kill lost, and what it came to: a training that is killed up to `most` times, and then left alone"
+    shared, kills, lost = mmap.mmap(-1, 8), 0, 0
+    folder = Path(path)/'models'/'c'
+    while True:
+        shared[:8] = bytes(8)
+        pid, out = started(path, shared, steps=interval, resume=True)
+        if ended(pid, rng.uniform(.02, .5) if kills < most else 600): break
+        kills += 1
+        begun, = struct.unpack('q', shared[:8])
+        found = checkpoints(folder)
+        for o in found: read_state(o)  # an error if it is damaged
+        if begun: lost = max(lost, begun - (read_header(found[-1])['train_iter'] if found else 0))
+    return kills, lost, out.read_text() if out.exists() else None
+
+
+def kill_many(n, seed=0, tell=print):
+    "Rows (kills, lost steps, equal) of as many trainings as `n` kills take"
+    rng, rows, left = random.Random(seed), [], n
+    with tempfile.TemporaryDirectory() as tmp: whole = train(tmp)
+    while left:
+        with tempfile.TemporaryDirectory() as tmp: kills, lost, got = one_training(tmp, rng, min(left, 10))
+        rows.append((kills, lost, got == whole))
+        left -= kills
+        tell(f'killed {kills} times: lost at most {lost} steps (a checkpoint every {INTERVAL}), losses, metrics and weights '
+             + ('equal' if got == whole else 'DIFFER'))
+    return rows
+
+
+class Stamps(Callback):
+    "The seconds of each step but the first two of an epoch, by its number in the fit"
+    order = -2000
+    def __init__(self): self.seconds = {}
+    def before_train(self): self._last = None
+    def before_batch(self):
+        now, n = time.perf_counter(), self.learn.train_iter
+        if self.training and self._last and self.learn.iter > 2: self.seconds[n] = now - self._last
+        self._last = now
+
+
+def own_part(n=20_000):
+    "Microseconds of a step that are the callback's, where nothing is due: its events alone"
+    class Alone(Callback):
+        order = -3000
+        def before_step(self):
+            if self.learn.train_iter: return
+            cb, start = next(o for o in self.learn.cbs if type(o).__name__ == '_StepEnd'), time.perf_counter()
+            for _ in range(n):
+                cb.after_backward()
+                cb.after_step()
+                cb.after_batch()
+            self._took = 1e6*(time.perf_counter() - start)/n
+    alone = Alone()
+    with tempfile.TemporaryDirectory() as tmp: train(tmp, epochs=1, stamps=alone, minutes=60)
+    return alone._took
+
+
+def cost(repeats=7):
+    "Milliseconds of a step with and without the callback, the fits in turn; of one checkpoint, by the steps at whose end it was written"
+    print(f'the events of CheckpointEvery in a step, nothing due: {own_part():.1f} us')
+    for width in (64, 200_000):
+        plain, idle, due, written = [], [], [], []
+        for _ in range(repeats):
+            for into, kwargs in ((plain, {}), (idle, dict(minutes=60)), (due, dict(steps=8)), (plain, {})):
+                with tempfile.TemporaryDirectory() as tmp:
+                    stamps = Stamps()
+                    train(tmp, width=width, stamps=stamps, **kwargs)
+                for n, t in stamps.seconds.items(): (written if into is due and n % 8 == 0 else into).append(t)
+        base, idle, due, written = (1e3*statistics.median(o) for o in (plain, idle, due, written))
+        print(f'{12*width/1e6:.1f} M parameters: a step {base:.2f} ms, {idle:.2f} ms with CheckpointEvery and nothing due; '
+              f'a checkpoint {written - due:.1f} ms')
+
+
+if __name__ == '__main__':
+    p = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    p.add_argument('--kills', type=int, default=50)
+    p.add_argument('--seed', type=int, default=0)
+    p.add_argument('--cost', action='store_true')
+    args = p.parse_args()
+    warnings.simplefilter('ignore')
+    torch.set_num_threads(1)
+    if args.cost: sys.exit(cost())
+    rows = kill_many(args.kills, args.seed)
+    worst = max(o[1] for o in rows)
+    print(f'{sum(o[0] for o in rows)} kills in {len(rows)} trainings: lost at most {worst} steps, {sum(not o[2] for o in rows)} trainings differ')
+    sys.exit(worst > INTERVAL or not all(o[2] for o in rows))
