@@ -105,33 +105,36 @@ def predicted(learn):
     return res
 
 
-def together(folder):
+FSDP = 'masked', 'numbers', 'sorted', 'budget', 'words'  # with weights in parts, too
+
+
+def together(folder, strategy='ddp', names=tuple(CASES)):
     tok, res = tokenizer(folder), {}
-    for name, make in CASES.items():
+    for name, make in [(k, CASES[k]) for k in names]:
         torch.manual_seed(0)
         learn = make(tok)
         n, before = len(learn.dls.train), list(learn.dls.loaders)
-        learn.to_distributed(cpu=True).add_cb(Seen(tok))
+        learn.to_distributed(cpu=True, strategy=strategy).add_cb(Seen(tok))
         learn.recorder.train_metrics = name == 'numbers'
         fetch = FetchPredsCallback(ds_idx=1)
         with warnings.catch_warnings(record=True) as told, learn.no_bar(), learn.no_logging():
             warnings.simplefilter('always')
             learn.fit(2 if name == 'numbers' else 1, 1e-3, cbs=fetch if name in FETCHED else None)
-        w = torch.cat([p.detach().flatten() for p in learn.model.parameters()])
-        res[name] = dict(n=n, texts=learn.seen.texts, valid=learn.seen.valid, weights=w.double().sum().item(), back=before == list(learn.dls.loaders), values=list(learn.recorder.values[-1]),
+        res[name] = dict(n=n, texts=learn.seen.texts, valid=learn.seen.valid, back=before == list(learn.dls.loaders), values=list(learn.recorder.values[-1]),
                          names=list(learn.recorder.metric_names[1:-1]), measured=measured(learn), predicted=predicted(learn), told=[str(o.message) for o in told])
+        learn.detach_distributed()
+        res[name]['weights'] = torch.cat([p.detach().flatten() for p in learn.model.parameters()]).double().sum().item()
         if name in FETCHED: res[name]['fetched'] = [o.tolist() for o in fetch.preds]
-        if not rank_distrib(): torch.save(learn.model.state_dict(), Path(folder, f'{name}.pth'))
-    Path(folder, f'{rank_distrib()}.json').write_text(json.dumps(res))
-    torch.distributed.destroy_process_group()
+        if not rank_distrib(): torch.save(learn.model.state_dict(), Path(folder, f'{name}-{strategy}.pth'))
+    Path(folder, f'{rank_distrib()}-{strategy}.json').write_text(json.dumps(res))
 
 
 def alone(folder):
     tok, res = tokenizer(folder), {}
-    for name, make in CASES.items():
-        learn = make(tok)
-        learn.model.load_state_dict(torch.load(Path(folder, f'{name}.pth')))
-        res[name] = dict(measured=measured(learn), predicted=predicted(learn))
+    for name, strategy in [(k, 'ddp') for k in CASES] + [(k, 'fsdp') for k in FSDP]:
+        learn = CASES[name](tok)
+        learn.model.load_state_dict(torch.load(Path(folder, f'{name}-{strategy}.pth')))
+        res[f'{name}-{strategy}'] = dict(measured=measured(learn), predicted=predicted(learn))
     Path(folder, 'alone.json').write_text(json.dumps(res))
 
 
@@ -141,4 +144,8 @@ def tokenizer(folder): return PreTrainedTokenizerFast.from_pretrained(folder)
 if __name__ == '__main__':
     warnings.filterwarnings('ignore')
     torch.set_num_threads(1)
-    (together if num_distrib() else alone)(sys.argv[1])
+    if not num_distrib(): alone(sys.argv[1])
+    else:
+        together(sys.argv[1])
+        together(sys.argv[1], 'fsdp', FSDP)
+        torch.distributed.destroy_process_group()

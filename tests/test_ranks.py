@@ -17,10 +17,14 @@ from fastai.distributed import DistributedDL
 from fastbench.errors import UserError
 from fastbench.text.loader import TextDL
 from fastbench.text.rnn import BPTTLoader
+from ranks import FSDP
 from test_text_data import WORDS, make_tokenizer
 
 LOADERS = ('random', 'sorted', 'budget', 'packed', 'unseeded', 'tags', 'questions')
 CASES = (*LOADERS, 'examples', 'words', 'masked', 'numbers')
+
+
+def by_strategy(names): return [(o, 'ddp') for o in names] + [(o, 'fsdp') for o in names if o in FSDP]
 
 
 @pytest.fixture(scope='module')
@@ -40,31 +44,32 @@ def ranks(tmp_path_factory):
     assert not any(p.returncode for p in procs), '\n'.join(o[-3000:] for o in outs)
     one = subprocess.run([sys.executable, str(here/'ranks.py'), str(folder)], env={k: v for k, v in env.items() if k != 'WORLD_SIZE'}, capture_output=True, text=True, timeout=240)
     assert not one.returncode, one.stderr[-3000:]
-    return [json.loads((folder/f'{i}.json').read_text()) for i in (0, 1, 'alone')]
+    def read(name): return json.loads((folder/f'{name}.json').read_text())
+    return [{f'{k}-{s}': v for s in ('ddp', 'fsdp') for k, v in read(f'{i}-{s}').items()} for i in (0, 1)] + [read('alone')]
 
 
 def flat(batches): return sorted(o for b in batches for o, _ in b)
 
 
-@pytest.mark.parametrize('name', CASES)
-def test_both_take_as_many_steps_and_end_alike(ranks, name):
-    a, b, _ = (o[name] for o in ranks)
+@pytest.mark.parametrize('name,strategy', by_strategy(CASES))
+def test_both_take_as_many_steps_and_end_alike(ranks, name, strategy):
+    a, b, _ = (o[f'{name}-{strategy}'] for o in ranks)
     assert len(a['texts']) == len(b['texts']) == (-(-a['n']//2)*(1 + (name == 'numbers')) if name in ('examples', 'numbers') else a['n'])
     assert a['weights'] == pytest.approx(b['weights'], abs=1e-9) and a['back'] and b['back'] and np.isfinite(a['values']).all()
 
 
-@pytest.mark.parametrize('name', LOADERS)
-def test_no_text_is_drawn_twice_and_none_left_out(ranks, name):
-    a, b, _ = (o[name] for o in ranks)
+@pytest.mark.parametrize('name,strategy', by_strategy(LOADERS))
+def test_no_text_is_drawn_twice_and_none_left_out(ranks, name, strategy):
+    a, b, _ = (o[f'{name}-{strategy}'] for o in ranks)
     for part, n in (('texts', 35), ('valid', 10)):
         both = flat(a[part] + b[part])
         assert len(both) == len(set(both)) == n, part
         assert abs(len(flat(a[part])) - len(flat(b[part]))) <= (4 if name in ('random', 'sorted', 'unseeded') else 10)
 
 
-@pytest.mark.parametrize('name', CASES)
-def test_loss_and_metrics_are_those_of_one_process(ranks, name):
-    a, b, one = (o[name] for o in ranks)
+@pytest.mark.parametrize('name,strategy', by_strategy(CASES))
+def test_loss_and_metrics_are_those_of_one_process(ranks, name, strategy):
+    a, b, one = (o[f'{name}-{strategy}'] for o in ranks)
     n, at = len(one['measured']), a['names'].index('valid_loss')
     for o in (a, b):
         assert o['values'][at:at+n] == pytest.approx(one['measured'], rel=1e-4)
@@ -82,9 +87,9 @@ def close(a, b):
 TOKENS = ('tags', 'masked', 'words', 'examples')
 
 
-@pytest.mark.parametrize('name', [o for o in CASES if o not in TOKENS])
-def test_each_has_all_predictions_in_the_order_of_the_data(ranks, name):
-    a, b, one = (o[name] for o in ranks)
+@pytest.mark.parametrize('name,strategy', by_strategy([o for o in CASES if o not in TOKENS]))
+def test_each_has_all_predictions_in_the_order_of_the_data(ranks, name, strategy):
+    a, b, one = (o[f'{name}-{strategy}'] for o in ranks)
     fails = [o['predicted'].pop('fails') for o in (a, b)]
     assert 'process 1 could not predict, so none did: ValueError' in fails[0] and fails[1].startswith('ValueError')
     assert set(a['predicted']) <= set(one['predicted'])
@@ -98,36 +103,36 @@ def test_each_has_all_predictions_in_the_order_of_the_data(ranks, name):
 
 @pytest.mark.parametrize('name,why', dict(tags='predictions for 10 items', words='which items are whose', examples="'list' object has no attribute").items())
 def test_predictions_that_are_not_one_an_item_end_in_an_error_on_both(ranks, name, why):
-    for o in ranks[:2]: assert why in o[name]['predicted']['preds'] or 'so none did' in o[name]['predicted']['preds']
+    for o in ranks[:2]: assert why in o[f'{name}-ddp']['predicted']['preds'] or 'so none did' in o[f'{name}-ddp']['predicted']['preds']
 
 
 def test_a_metric_that_cannot_be_added_up_is_named_once(ranks):
-    assert [[o for o in r['numbers']['told'] if 'last' in o] for r in ranks[:2]] == [['last: of each process its own part only; name what adds up in the metric\'s `sums`'], []]
-    assert not [o for r in ranks[:2] for c in CASES if c != 'numbers' for o in r[c]['told'] if 'own part' in o]
+    assert [[o for o in r['numbers-ddp']['told'] if 'last' in o] for r in ranks[:2]] == [['last: of each process its own part only; name what adds up in the metric\'s `sums`'], []]
+    assert not [o for r in ranks[:2] for c in CASES if c != 'numbers' for o in r[f'{c}-ddp']['told'] if 'own part' in o]
 
 
 @pytest.mark.parametrize('name', ['sorted', 'unseeded', 'packed', 'budget', 'tags'])
 def test_steps_are_equally_long(ranks, name):
     "What a process waits for the other"
-    def work(o): return [sum(n for _, n in b) if name in ('packed', 'tags') else max(n for _, n in b)*len(b) for b in o[name]['texts']]
+    def work(o): return [sum(n for _, n in b) if name in ('packed', 'tags') else max(n for _, n in b)*len(b) for b in o[f'{name}-ddp']['texts']]
     a, b = map(np.array, map(work, ranks[:2]))
     assert np.maximum(a, b)[:-2].sum() <= 1.35*(a + b)[:-2].sum()/2
 
 
 def test_other_loaders_are_split_as_fastai_does(ranks):
-    a, b = (flat(o['examples']['texts']) for o in ranks[:2])
+    a, b = (flat(o['examples-ddp']['texts']) for o in ranks[:2])
     assert len(a) == len(b) == 18 and len(set(a + b)) == 35  # one is drawn twice, since 35 are odd
 
 
 def test_rows_of_words_are_split_not_windows(ranks):
-    a, b = (np.concatenate(o['words']['texts'], 1) for o in ranks[:2])
+    a, b = (np.concatenate(o['words-ddp']['texts'], 1) for o in ranks[:2])
     assert a.shape == b.shape and a.shape[0] == 2 and not (a == b).all()
 
 
 # without processes
 
 def test_a_loader_made_before_its_processes_is_refused(monkeypatch):
-    from fastbench.train.ranks import RankTrainer
+    from fastbench.distributed.ranks import RankTrainer
     dl = TextDL(['ba be']*4, make_tokenizer())
     cb = RankTrainer(cpu=True)
     monkeypatch.setenv('WORLD_SIZE', '2')
@@ -135,7 +140,7 @@ def test_a_loader_made_before_its_processes_is_refused(monkeypatch):
 
 
 def test_one_process_predicts_as_ever(monkeypatch):
-    from fastbench.train.ranks import RankTrainer
+    from fastbench.distributed.ranks import RankTrainer
     from ranks import numbers
     learn = numbers()
     with learn.no_bar():
@@ -168,6 +173,6 @@ def test_without_accelerate_it_is_one_line(monkeypatch):
     from fastbench.bench.learner import bench_learner
     from fastbench.errors import UserError
     learn = bench_learner('digits-xresnet18', device='cpu')
-    monkeypatch.setattr('fastbench.train.learner.find_spec', lambda name: None)
+    monkeypatch.setattr('fastbench.distributed.learner.find_spec', lambda name: None)
     with pytest.raises(UserError, match=r'fastbench\[distributed\]'): learn.to_distributed(cpu=True)
     assert not hasattr(learn, 'distributed_trainer')

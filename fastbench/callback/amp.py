@@ -179,6 +179,19 @@ def skipped(self:MixedPrecision): # A list of ints
     "The steps, by `train_iter`, whose gradients overflowed"
     return self._log.read().skipped
 
+# %% ../../nbs/callback/12_amp.ipynb #62cd3ca3
+@patch
+def state_dict(self:MixedPrecision)->dict:
+    "The scales of the steps so far, and the steps that were skipped"
+    return dict(scales=list(self.scales), skipped=list(self.skipped))
+
+@patch
+def load_state_dict(self:MixedPrecision, state:dict # Of `state_dict`
+    ):
+    "Go on from there"
+    log = self._log.read()
+    log.scales,log.skipped = state['scales'],state['skipped']
+
 # %% ../../nbs/callback/12_amp.ipynb #d4a46b5a
 @patch
 def _prepare(self:MixedPrecision):

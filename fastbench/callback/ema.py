@@ -120,3 +120,22 @@ def _swap(self:EMACallback, averaged):
     if bool(averaged) == self._swapped: return
     for a,b in self._pairs(): a.data,b.data = b.data,a.data
     self._swapped = bool(averaged)
+
+# %% ../../nbs/callback/04_ema.ipynb #6b382679
+@patch
+def state_dict(self:EMACallback)->dict: # Empty where no fit is under way
+    "The average, and how far it is"
+    if not self._on: return {}
+    m = self.average.module
+    return dict(average=[o.detach() for o in (*m.parameters(), *m.buffers())], steps=self._steps, updates=self._updates)
+
+@patch
+def load_state_dict(self:EMACallback, state:dict # Of `state_dict`
+    ):
+    "Go on from there"
+    if not state: return
+    self.before_train()
+    m = self.average.module
+    for a,b in zip((*m.parameters(), *m.buffers()), state['average']): a.data.copy_(b)
+    self._steps,self._updates = state['steps'],state['updates']
+    self.average.n_averaged.fill_(self._updates)

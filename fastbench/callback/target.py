@@ -100,3 +100,21 @@ def __str__(self:TimeToAccuracy):
         return f'{self.metric} {self.reached:.4g} reached {self.target:g} after {self.epochs} epochs, {took}'
     best = 'no value at all' if self.best is None else f'{self.best:.4g} at best'
     return f"{self.metric} never reached {self.target:g} in {n} epoch{'' if n == 1 else 's'}: {best}"
+
+# %% ../../nbs/callback/05_target.ipynb #8f5aec9d
+_kept = 'best', 'history', 'reached', 'seconds', 'total_seconds', 'epochs', '_validating', '_trained'
+
+@patch
+def state_dict(self:TimeToAccuracy)->dict:
+    "What was reached, and the seconds so far"
+    if self._first is None: return {}
+    return dict({k: getattr(self, k) for k in _kept}, so_far=perf_counter() - self._first)
+
+@patch
+def load_state_dict(self:TimeToAccuracy, state:dict # Of `state_dict`
+    ):
+    "Go on from there"
+    if not state: return
+    for k in _kept: setattr(self, k, state[k])
+    self._first = perf_counter() - state['so_far']
+    if self._begin is not None: self._begin = self._first

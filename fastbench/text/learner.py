@@ -26,6 +26,7 @@ from .packed import fast_attention
 from .splitter import hf_splitter, layer_decay, layer_groups
 from .task import find_task
 from .tokenize import BatchTokenizer, find_tokenizer
+import fastbench.distributed.learner  # adds to_distributed
 from ..train.learner import BenchLearner, find_device
 
 # %% ../../nbs/text/20_learner.ipynb #264422d6

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from fastai.data.core import TfmdDL
-from fastai.torch_core import num_distrib, rank_distrib, to_detach
+from fastai.torch_core import to_detach
 from fastcore.basics import merge, patch
 from fastcore.foundation import L
 
 from ..compat import batch_iterators
 from ..errors import UserError, unknown
+from ..machine import group as ranks
 from ..train.transfer import batches_on
 from .dataset import ShowsTexts, TextDataset
 from .order import check_budget, cut, first_fit, kinds, plan_epoch
@@ -49,8 +50,8 @@ class TextDL(ShowsTexts, TfmdDL):
         window:int=400, # Batches that are sorted together
         group:int=32, # Batches that are sorted again in the first epoch
         cache=True, # Remember tokens; a `TokenCache` to share
-        rank=None, # Which of several processes this is; None: as torch.distributed says
-        world_size=None, # How many there are; None: as torch.distributed says
+        rank=None, # Which of several processes this is; None: as their group says
+        world_size=None, # How many there are; None: as their group says
         finish=None, # Called with (x, y) of each batch, y None where there are no labels: gives the batch
         task=None, # Says what `show_batch` shows, where that is more than texts and labels
         num_workers:int=0, # Processes that make batches, as long as there is something to tokenize
@@ -63,8 +64,8 @@ class TextDL(ShowsTexts, TfmdDL):
                          **merge(dict(do_setup=False), kwargs))
         self.loader,self.max_tokens,self.window,self.group = loader,max_tokens,window,group
         self.seed,self.finish,self.task = seed,finish,task
-        self.rank = rank_distrib() if rank is None else rank
-        self.world_size = num_distrib() or 1 if world_size is None else world_size
+        self.rank = ranks.rank() if rank is None else rank
+        self.world_size = ranks.world_size() if world_size is None else world_size
         if seed is not None: self.rng = random.Random(seed)
         self._plan,self._guess,self._items = None,None,{}
         self._measure()
@@ -176,12 +177,10 @@ def _draw(self:TextDL):
     "What the order is drawn from: the same on all ranks"
     n = self.rng.getrandbits(62)
     if self.world_size < 2 or self.seed is not None: return n
-    if not torch.distributed.is_initialized():
+    if not ranks.is_joined():
         raise UserError(f'{self.world_size} processes would each shuffle in their own way: '
                         'give the loader a seed=, the same for all')
-    t = torch.tensor(n, device='cuda' if torch.distributed.get_backend() == 'nccl' else 'cpu')
-    torch.distributed.broadcast(t, 0)
-    return t.item()
+    return ranks.broadcast(n)
 
 # %% ../../nbs/text/07_loader.ipynb #0d52f948
 @patch
@@ -333,6 +332,23 @@ def __iter__(self:TextDL):
     finally:
         self.fake_l.num_workers,self._plan = workers,None
         if hasattr(self, 'it'): del self.it
+
+# %% ../../nbs/text/07_loader.ipynb #f7d773cf
+@patch
+def state_dict(self:TextDL)->dict:
+    "What the coming epochs depend on"
+    plan = self._plan and dict(batches=list(self._plan[0].batches), group=self._plan[0].group, rng=self._plan[1])
+    return dict(rng=self.rng.getstate(), known=self.cache.n[:len(self.room)] > 0, guess=self._guess, plan=plan)
+
+@patch
+def load_state_dict(self:TextDL, state:dict # Of `state_dict`, of a loader of the same texts
+    ):
+    "Go on from there"
+    todo = np.flatnonzero(state['known'] & (self.cache.n[:len(self.room)] == 0))
+    for at in range(0, len(todo), 1024): self._know(todo[at:at+1024], hold=False)
+    self.rng.setstate(state['rng'])
+    plan,self._guess = state['plan'],state['guess']
+    self._plan = plan and (Order(plan['batches'], plan['group']), plan['rng'])
 
 # %% ../../nbs/text/07_loader.ipynb #3d4e42f8
 @patch

@@ -97,7 +97,9 @@ def plan_epoch(lengths, # Tokens of each text, an array
     order = _order(lengths, kind, bs, max_tokens, rng, window)
     batches = np.split(order, cut(lengths[order], 'sorted' if kind == 'random' else kind, bs, max_tokens))
     if drop_last and kind in ('sorted', 'random') and len(batches[-1]) < bs: batches.pop()
+    if world_size > 1 and kind in ('budget', 'packed'): batches = _by_cost(batches, lengths, kind)
     rounds = _rounds(batches, world_size, drop_last)
+    if world_size > 1 and kind == 'sorted': rounds = [_dealt(o, lengths) for o in rounds]
     if rng is not None and rounds: rounds = _shuffled(rounds, lengths, rng, group)
     return [o[rank] for o in rounds]
 
@@ -115,6 +117,32 @@ def _rounds(batches, world_size, drop_last):
         return rounds + [[np.concatenate(rest)[r::world_size] for r in range(world_size)]]
     rest = _split(rest, 2*world_size)
     return rounds + [rest[:world_size], rest[world_size:]]
+
+# %% ../../nbs/text/05_order.ipynb #df8c4b27
+def _stretches(n, most):
+    "Where stretches of at most `most` tokens begin; n: tokens of each text, from long to short"
+    at = [0]
+    while (end := at[-1] + max(1, most//n[at[-1]])) < len(n): at.append(end)
+    return at
+
+def _dealt(batches, lengths):
+    "The texts of a step, cut so that the largest batch is as small as can be"
+    texts,ranks = np.concatenate(batches),len(batches)
+    texts = texts[np.argsort(-lengths[texts], kind='stable')]
+    n = lengths[texts].tolist()
+    lo,hi = n[0],max(len(b)*int(lengths[b].max()) for b in batches)
+    while lo < hi:
+        most = (lo+hi)//2
+        if len(_stretches(n, most)) <= ranks: hi = most
+        else: lo = most+1
+    return _split(np.split(texts, _stretches(n, hi)[1:]), ranks)
+
+
+# %% ../../nbs/text/05_order.ipynb #d89e4514
+def _by_cost(batches, lengths, kind):
+    "Batches that are about as large side by side"
+    cost = [lengths[b].sum() if kind == 'packed' else len(b)*lengths[b].max() for b in batches]
+    return [batches[i] for i in np.argsort(cost, kind='stable')[::-1]]
 
 # %% ../../nbs/text/05_order.ipynb #11a06d70
 def _split(batches, n):

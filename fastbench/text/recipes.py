@@ -110,6 +110,15 @@ class _SaveModel(SaveModelCallback):
     def after_fit(self):
         if self._kept: super().after_fit()
 
+    def state_dict(self):
+        best = torch.load(self.last_saved_path, map_location='cpu') if self._kept else None
+        return dict(best=self.best, weights=best)
+    def load_state_dict(self, state):
+        self.best,self._kept = state['best'],state['weights'] is not None
+        if not self._kept: return
+        self.last_saved_path = self.learn.path/self.learn.model_dir/f'{self.fname}.pth'
+        torch.save(state['weights'], self.last_saved_path)
+
 # %% ../../nbs/text/22_recipes.ipynb #fc54679a
 def keep_best(learn, # A Learner with accuracy among its metrics
     ): # The Learner

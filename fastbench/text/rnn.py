@@ -21,7 +21,7 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.text.models.core import LinearDecoder
-from fastai.torch_core import num_distrib, rank_distrib, to_detach
+from fastai.torch_core import to_detach
 from fastcore.basics import patch
 from fastcore.meta import delegates
 from torch import nn
@@ -29,7 +29,9 @@ from torch import nn
 from ..train.fast_callbacks import LeanLoss
 from ..errors import UserError, unknown
 from ..data.place import is_path
+from ..machine import group as ranks
 from .sources import TextSet, load_text_source
+import fastbench.distributed.learner  # adds to_distributed
 from ..train.learner import BenchLearner, find_device
 from ..train.transfer import put
 
@@ -69,9 +71,9 @@ class WordVocab:
 
 # %% ../../nbs/text/21_rnn.ipynb #c5dbd85a
 def _ranks(rank, world_size):
-    "This rank and how many there are, from torch.distributed where they are not given"
-    if rank is None: rank = rank_distrib()
-    return rank,(num_distrib() or 1) if world_size is None else world_size
+    "This rank and how many there are, as their group says where they are not given"
+    if rank is None: rank = ranks.rank()
+    return rank,ranks.world_size() if world_size is None else world_size
 
 def _check_rows(words, bs, bptt, rank, world_size):
     "An error where `words` cannot be cut into rows of windows"
@@ -94,7 +96,7 @@ class BPTTLoader(DataLoader):
                  shuffle=False, # Put the documents in another order each epoch
                  seed=42, # Of that order: the same on all ranks
                  rank=None, # Which rows are read: the `rank`th `bs` ...
-                 world_size=None, # ... of `world_size`; None: as torch.distributed says
+                 world_size=None, # ... of `world_size`; None: as their group says
                  device=None, # Where batches go
                  **kwargs):
         rank,world_size = _ranks(rank, world_size)
@@ -160,7 +162,7 @@ def lm_dls(data='docstrings', # A source, a path, a `TextSet`, or (training text
            sample=1., # Share of the documents to use
            drop_last=False, # Leave out the last window of training if it is shorter, as torch.compile likes it
            rank=None, # Which of `world_size` parts of the rows to read
-           world_size=None, # Ranks in all; None: as torch.distributed says
+           world_size=None, # Ranks in all; None: as their group says
            device=None, # None: fastai's default
            offline=False, # Never open a socket
            valid=None, # Of a path: what is held out, as for `own_texts`
