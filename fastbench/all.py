@@ -14,16 +14,17 @@ __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile',
            'hf_learner', 'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer',
            'train_tokenizer', 'hf_splitter', 'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare',
            'compare_times', 'compare_pairs', 'time_pairs', 'doctor', 'report', 'suite', 'Energy', 'LogPhases',
-           'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler', 'batch_augment', 'BatchCrop',
-           'BatchFit', 'BatchFlip', 'BatchAffine', 'BatchColour', 'BatchErase', 'BatchCutout', 'BatchNormalize',
-           'BatchMixUp', 'BatchCutMix', 'cached', 'fast_images', 'choose_decoder', 'PoolDL', 'InputDiagnosis',
-           'auto_workers']
+           'CheckpointEvery', 'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler', 'batch_augment',
+           'BatchCrop', 'BatchFit', 'BatchFlip', 'BatchAffine', 'BatchColour', 'BatchErase', 'BatchCutout',
+           'BatchNormalize', 'BatchMixUp', 'BatchCutMix', 'cached', 'fast_images', 'choose_decoder', 'PoolDL',
+           'InputDiagnosis', 'auto_workers']
 
 # %% ../nbs/05_all.ipynb #9a69330d
 from .callback.amp import MixedPrecision
 from .callback.channelslast import ChannelsLast
 from .callback.checkpointing import GradientCheckpointing
 from .callback.compiling import Compile
+from .callback.progressive import ProgressiveResize
 from .callback.ema import EMACallback
 from .measure.energy import Energy
 from .callback.half import HalfPrecision
@@ -46,6 +47,7 @@ from .compare.runs import compare
 from .compare.doctor import doctor
 from .compare.ladder import LadderTable, ladder
 from .bench.learner import bench_learner
+from .distributed.memory import strategy_memory
 from .train.muon import muon
 from .train.optimizer import foreach_adam, foreach_adamw, foreach_sgd, fused_adam, fused_adamw, fused_sgd
 from .errors import UserError
@@ -60,6 +62,7 @@ from .runs.query import export, runs, steps
 from .runs.store import find, load, save
 from .compare.suite import suite
 from .train.learner import BenchLearner
+from .train.resume import CheckpointEvery
 from .compare.verdict import compare_times
 
 # %% ../nbs/05_all.ipynb #f00bb091
@@ -75,6 +78,7 @@ from .draw.crop import BatchCrop, BatchFit, BatchFlip
 from .draw.erase import BatchCutout, BatchErase
 from .draw.mix import BatchCutMix, BatchMixUp
 from .draw.workers import auto_workers
+from .draw.swap import fast_augment
 from .text.data import HFTextBlock, hf_dls
 from .text.kinds import LanguageModel, Transformer
 from .text.learner import hf_learner, load_hf_learner
@@ -102,7 +106,7 @@ _all_ = [
     'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner', 'load_hf_learner',
     'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter',
     'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'compare_pairs', 'time_pairs',
-    'doctor', 'report', 'suite', 'Energy', 'LogPhases',
+    'doctor', 'report', 'suite', 'Energy', 'LogPhases', 'CheckpointEvery',
     'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler', 'batch_augment', 'BatchCrop',
     'BatchFit', 'BatchFlip', 'BatchAffine', 'BatchColour', 'BatchErase', 'BatchCutout', 'BatchNormalize',
     'BatchMixUp', 'BatchCutMix', 'cached', 'fast_images', 'choose_decoder', 'PoolDL', 'InputDiagnosis',

@@ -2,6 +2,7 @@
 
 `python tests/test_waits.py` prints the table of waits in Markdown."""
 import sys
+import tempfile
 import types
 import warnings
 from collections import Counter
@@ -32,6 +33,7 @@ from fastbench.bench.learner import bench_learner
 from fastbench.errors import UserError
 from fastbench.recipe import recipes
 from fastbench.text import recipes as text_recipes
+from fastbench.train.resume import CheckpointEvery
 from pretend import pretend
 from test_text_data import make_tokenizer
 from varlen import on_cpu
@@ -124,6 +126,7 @@ CALLBACKS = [
     digits('EMA', with_cb(EMACallback)), digits('EMA, half-bf16', lambda learn: learn.to_half().add_cb(EMACallback())),
     digits('TTA', with_cb(FlipTTA)), digits('checkpointing', with_cb(GradientCheckpointing)), digits('profiler', profiled), digits('profiler, bf16', lambda learn: profiled(learn.to_bf16())),
     digits('loggers', logged), digits('target', with_cb(lambda: TimeToAccuracy(.99, tell=lambda o: None))),
+    digits('checkpoints, none due', with_cb(lambda: CheckpointEvery(minutes=60, folder=tempfile.mkdtemp(), signals=(), tell=lambda o: None))),
     digits('accumulation', with_cb(lambda: GradientAccumulation(32))), digits('clipping', with_cb(GradientClip)),
     digits('flips and crops of a batch', changes=dict(min_scale=.5, flip=.5)), digits('two loader processes', changes=dict(workers=2)),
     texts('sorted', **SORTED), texts('sorted, profiler', profiled, **SORTED), texts('budget', changes=dict(loader='budget', max_tokens=128), **SORTED), texts('random', changes=dict(loader='random'), **SORTED),

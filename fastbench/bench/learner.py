@@ -25,6 +25,7 @@ from ..callback.limit import FirstBatches
 from ..train.muon import muon
 from ..train.optimizer import torch_opt
 from ..recipe import Recipe, get_recipe
+import fastbench.distributed.learner  # adds to_distributed
 from ..train.learner import find_device, precision_on
 from ..text.recipes import keep_best
 from ..train.batch_size import free  # adds find_batch_size

@@ -34,6 +34,7 @@ from ..data.place import without_paths
 from ..recipe import Recipe, as_dict, get_recipe
 from ..runs.record import Run, plain
 from ..train.learner import Switches, find_device
+from ..train.resume import CheckpointEvery
 
 # %% ../../nbs/bench/02_run.ipynb #d9957b1d
 class _Glimpse:
@@ -60,6 +61,9 @@ class Watch(Callback):
         self._next,self._looked,self._history,self.seen = 0.,-math.inf,[],[]
         self.diverged = self.stopped = False
         self._finite = _Glimpse()
+
+    def state_dict(self): return dict(history=self._history, diverged=self.diverged)
+    def load_state_dict(self, state): self._history,self.diverged = state['history'],state['diverged']
 
     def before_fit(self):
         if self.diverged or self.stopped: raise CancelFitException  # the next of several fits
@@ -91,7 +95,7 @@ def after_epoch(self:Watch):
         self._looked = time.monotonic()
     if self.diverged: raise CancelFitException
 
-# %% ../../nbs/bench/02_run.ipynb #d3828251
+# %% ../../nbs/bench/02_run.ipynb #2c07b337
 def run_recipe(recipe:str|Recipe, # What to run: a recipe or its name, a function that returns a Learner or its name
                device=None, # Where; fastai's default device if None
                offline:bool=False, # Never open a connection
@@ -99,6 +103,8 @@ def run_recipe(recipe:str|Recipe, # What to run: a recipe or its name, a functio
                energy:bool=False, # Count joules of each epoch, where the machine can
                tell=None, # Called with a dict now and then: how far it is
                stop=None, # Called after each step: True ends the fit
+               strategy=None, # How several processes share the model; None: this process trains alone
+               checkpoints=None, # For `CheckpointEvery`: folder, minutes or steps, resume; None: none are written
                **changes, # New values of the recipe's fields
     )->Run: # What was measured
     "Train `recipe` once, here, and say how it went"
@@ -117,11 +123,15 @@ def run_recipe(recipe:str|Recipe, # What to run: a recipe or its name, a functio
     run.environment = environment()
     try:
         if learn:
+            if strategy: _together(learn, strategy, run)
             _describe(run, r, learn)
-            _train(learn, r, run, tell, stop, device, energy, idle)
+            every = _checkpoints(learn, checkpoints, stop, tell)
+            _train(learn, r, run, tell, stop, device, energy, idle, every)
     finally: r.leave(learn)
     return _without_paths(run)
 
+
+# %% ../../nbs/bench/02_run.ipynb #d3828251
 def _failed(run, e, device, r):
     "Write down the error; the first line of it, but of a loader process's the last"
     lines = str(e).strip().splitlines()
@@ -162,14 +172,23 @@ def _describe(run, r, learn):
 
 def _precision(learn): return learn.precision if isinstance(learn, Switches) else train_precision(learn)
 
-# %% ../../nbs/bench/02_run.ipynb #7bd5c354
+# %% ../../nbs/bench/02_run.ipynb #b94d998e
+def _together(learn, strategy, run):
+    "Train with the other processes"
+    import fastbench.distributed.learner  # adds to_distributed
+    if not isinstance(learn, Switches): learn.bench()
+    cpu = dict(cpu=True) if learn.device.type == 'cpu' else {}
+    learn.to_distributed(strategy=strategy, tell=lambda line: run.engine.update(batch=line), **cpu)
+
 def _fit(learn, r, stop):
     if stop(): raise KeyboardInterrupt
     with learn.no_bar(), learn.no_logging(): r.fit(learn)
 
+
+# %% ../../nbs/bench/02_run.ipynb #7bd5c354
 def _on_test(learn):
     "Loss and metrics on a set that nothing was chosen by"
-    learn.remove_cbs([Profiler, Watch, TimeToAccuracy, Energy, SaveModelCallback])
+    learn.remove_cbs([Profiler, Watch, TimeToAccuracy, Energy, SaveModelCallback, CheckpointEvery])
     with learn.no_bar(), learn.no_logging(): values = learn.validate(2)
     return dict(zip(['loss', *(o.name for o in learn.metrics)], map(float, values)))
 
@@ -178,8 +197,8 @@ def _at_rest(state, idle):
     if 'gpu' not in state or 'busy' not in idle.get('gpu', {}): return state
     return {**state, 'gpu': {**state['gpu'], 'busy': idle['gpu']['busy']}}
 
-def _train(learn, r, run, tell, stop, device, energy, idle):
-    watch,target = Watch(tell, stop, partial(glance, device)),r.switches().target
+def _train(learn, r, run, tell, stop, device, energy, idle, every=None):
+    watch,target = Watch(tell, None if every else stop, partial(glance, device)),r.switches().target
     goal = TimeToAccuracy(target, tell=lambda o: None, whole=True) if target else None
     learn.profile(flops=bool(goal)).add_cbs([watch] + ([goal] if goal else []) + ([Energy()] if energy else []))
     before = _at_rest(machine_state(device), idle)
@@ -187,18 +206,43 @@ def _train(learn, r, run, tell, stop, device, energy, idle):
     start = time.perf_counter()
     try:
         _fit(learn, r, stop)
-        run.status = 'diverged' if watch.diverged else 'interrupted' if watch.stopped else 'ok'
+        run.status = 'diverged' if watch.diverged else 'interrupted' if _stopped(watch, every) else 'ok'
     except KeyboardInterrupt: run.status = 'interrupted'
     except Exception as e: _failed(run, e, device, r)
+    run.engine |= getattr(learn, 'engine', {})
     run.seconds = time.perf_counter() - start - learn.profiler.counting if run.status != 'diverged' else None
     tell(dict(phase='done'))
     run.profile,run.epochs = to_dict(learn.profiler.profile),watch._history
     run.metrics = dict(run.epochs[-1]) if run.epochs else {}
     if goal: _goal(run, goal)
+    if every: _resumed(run, every)
     if run.status == 'ok' and getattr(learn.dls, 'info', {}).get('test'): run.test = _on_test(learn)
     after = machine_state(device)
     run.noise = noise(before, after)
     run.warnings += warnings_between(before, after, watch.seen)
+
+# %% ../../nbs/bench/02_run.ipynb #6f7a9762
+def _checkpoints(learn, options, stop, tell):
+    "The callback that writes them, on the Learner"
+    if options is None: return None
+    def note(line): tell(dict(phase='note', line=line))
+    learn.add_cb(every := CheckpointEvery(**options, signals=(), stop=stop, tell=note))
+    return every
+
+def _stopped(watch, every): return watch.stopped or bool(every and every.stopped)
+
+def _resumed(run, every):
+    "A training in parts says so, and is no timing"
+    if every.failed:
+        run.warnings.append(f'{len(every.failed)} checkpoints could not be written ({every.failed[-1]}): a training '
+                            'that is killed loses what came after the last one that was')
+    if not every.resumed: return
+    run.resumed,run.seconds = dict(steps=every.resumed, seconds=every.seconds),None
+    if run.goal: run.goal |= dict(seconds=None, total_seconds=None)
+    steps = ', '.join(map(str, every.resumed))
+    run.warnings.append(f'the training was interrupted and went on at step {steps}: losses and metrics are those of '
+                        'one that was not, times are of its last part alone and no timing')
+
 
 # %% ../../nbs/bench/02_run.ipynb #afff5e48
 def _goal(run, goal):

@@ -16,9 +16,9 @@ from ..errors import UserError
 from ..own.suite import is_suite_file, read_suite
 from ..recipe import but, expand, get_recipe, suites
 from ..runs.store import FOLDER, check_folder, load
-from .terminal import (AtPrecision, Device, Json, LabelCol, Offline, Out, ShowOutput, TextCol, Valid,
-                                        app, argument, draw, field, flag, full, given, held_out, names_like, option,
-                                        print_json, print_runs, run_all, samples)
+from .terminal import (
+    AtPrecision, CheckpointInterval, Device, Json, LabelCol, Offline, Out, Resume, ShowOutput, TextCol, Valid, app,
+    argument, draw, field, flag, full, given, held_out, names_like, option, print_json, print_runs, run_all, samples)
 
 # %% ../../nbs/command/01_train.ipynb #799cdf15
 _names_help = ('What to run; FILE.py or FILE.py:NAME for a function of your own, FILE.toml for a suite; '
@@ -45,6 +45,7 @@ def run(
     out:Out=Path(FOLDER),
     plot:option(Path, "Write the picture of the suite's table here, as PNG or SVG.")=None,
     energy:flag('Count joules of each epoch, where the machine can; needs the extra `energy`.', '--energy')=False,
+    checkpoint_every:CheckpointInterval=None, resume:Resume=False,
     show_output:ShowOutput=False, offline:Offline=False, as_json:Json=False,
 ):
     "Train, measure, and keep a Run of each training."
@@ -53,12 +54,11 @@ def run(
     changes = given(dict(precision=precision and precision.value, bs=batch_size, memory=memory, sample=sample,
                          epochs=epochs, batches=batches, data=data, valid=held_out(valid), label_col=label_col,
                          text_col=text_col, workers=workers, seed=seed))
-    changes |= dict(map(field, fields or ()))
-    todo = [o for name in names for o in _variants(name, changes)]
+    todo = [o for name in names for o in _variants(name, changes | dict(map(field, fields or ())))]
     check_folder(out)
     refused = {}
-    paths,code = run_all(todo, repeats, out, refused, device=device, offline=offline, energy=energy,
-                         **given(dict(show_output=show_output or None)))
+    more = given(dict(show_output=show_output or None, resume=resume or None, checkpoint_every=checkpoint_every))
+    paths,code = run_all(todo, repeats, out, refused, device=device, offline=offline, energy=energy, **more)
     kept = [load(o) for o in paths]
     if as_json: print_json([full(o) for o in kept])
     else: print_runs(kept, repeats)

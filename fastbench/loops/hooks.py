@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..compat import call_after_backward
 from ..errors import UserError
+from ..machine.group import is_joined
 from .regions import BACKWARD, FORWARD, LOSS, OPT_STEP, Regions, ZERO_GRAD
 
 # %% ../../nbs/loops/01_hooks.ipynb #55fb0fdf
@@ -128,9 +129,7 @@ def backward_begins(self:ModelHooks, grads=None): # grads: of its outputs
     if self.backing or self.depth: return
     self.backing = True
     self.regions.enter(BACKWARD)
-    call_after_backward(self._last_of_all if _several_processes() else self.backward_ends)
-
-def _several_processes(): return torch.distributed.is_available() and torch.distributed.is_initialized()
+    call_after_backward(self._last_of_all if is_joined() else self.backward_ends)
 
 @patch
 def _last_of_all(self:ModelHooks): call_after_backward(self.backward_ends)

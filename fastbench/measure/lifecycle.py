@@ -49,6 +49,10 @@ class DuringFit(Callback):
         "Call `f` after `switch_off`"
         self._undo = [*self._undo, f]
 
+    def state_dict(self)->dict: "What a checkpoint keeps: nothing, unless a subclass counts something"; return {}
+    def load_state_dict(self, state): # Of `state_dict`
+        "Go on from there"
+
     @property
     def learn(self): return self._learn
     @learn.setter

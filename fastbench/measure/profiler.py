@@ -294,6 +294,12 @@ def __str__(self:Profiler): return str(self.table)
 # %% ../../nbs/measure/12_profiler.ipynb #04f641cb
 @patch
 def __getstate__(self:Profiler): return self._options
+
+@patch
+def state_dict(self:Profiler)->dict: "What a checkpoint keeps: nothing, times are of one process"; return {}
+@patch
+def load_state_dict(self:Profiler, state # Of `state_dict`
+    ): "Nothing was kept"
 @patch
 def __setstate__(self:Profiler, state): self.__init__(**state)
 

@@ -15,6 +15,7 @@ import torch
 from fastai.callback.schedule import Learner
 from fastai.torch_core import default_device, defaults
 
+import fastbench.distributed.learner  # adds to_distributed
 import fastbench.train.schedule  # adds fit_linear
 from ..errors import UserError
 from ..measure.clock import train_device

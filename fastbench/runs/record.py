@@ -19,7 +19,8 @@ from ..measure.table import Table, seconds
 
 # %% ../../nbs/runs/01_record.ipynb #a3a9b4e1
 SCHEMA = 2
-ADDED = 'asked', 'goal', 'largest', 'test', 'noise', 'traceback', 'source'  # in a file only where there is something
+ADDED = ('asked', 'goal', 'largest', 'test', 'noise', 'traceback', 'source', 'resumed', 'world_size', 'strategy',
+         'engine', 'ranks')  # only where there is something
 STATUSES = dict(ok='finished', diverged='the loss became NaN or infinite: not a timing',
                 failed='ended by an error', interrupted='stopped by its user')
 
@@ -65,12 +66,21 @@ class Run:
     noise: dict = field(default_factory=dict)  # what others did meanwhile
     traceback: str = ''  # of the error
     source: dict = field(default_factory=dict)  # of a user's function: file, function, commit, dirty, sha256
+    world_size: int|None = None  # processes that trained together; None: one
+    strategy: str = ''  # how they shared the model
+    engine: dict = field(default_factory=dict)  # what was in effect: backend, sharding, precision, clipping
+    ranks: list = field(default_factory=list)  # of each process: host, step, samples a second, memory, phases
+    resumed: dict = field(default_factory=dict)  # was it interrupted? steps at which it went on, seconds of all parts
     extra: dict = field(default_factory=dict)  # what a caller wrote down, and the fields of a later version
 
     path = None  # the file that holds it, once it is saved or was loaded: not part of the Run
     _pace = None  # of a Run that was read without its profile: such a one is not to be saved
 
-    def __post_init__(self):
+    def __post_init__(self): self._begin()
+
+# %% ../../nbs/runs/01_record.ipynb #e507e1f9
+@patch
+def _begin(self:Run):
         if not isinstance(self.status, str) or self.status not in STATUSES:
             raise UserError(f'status={self.status!r} cannot be: one of {", ".join(STATUSES)}')
         self.recipe = plain(self.recipe)
@@ -244,7 +254,8 @@ def title(self:Run)->str: # recipe, precision, device, data
     data = str(d.get('name', '')) + (f" (asked: {d['asked']})" if d.get('asked') not in (None, d.get('name')) else '')
     if isinstance(d.get('n_items'), int): data += f" ({_own_said(d)})"
     bs = self.recipe.get('bs')
-    parts = self.recipe.get('name', ''),prec,self.device.get('name', ''),data,f'batch {bs}' if bs else ''
+    many = f'{self.world_size} x {self.strategy}' if (self.world_size or 1) > 1 else ''
+    parts = self.recipe.get('name', ''),many,prec,self.device.get('name', ''),data,f'batch {bs}' if bs else ''
     return ' · '.join(str(o) for o in parts if o)
 
 @patch(as_prop=True)
@@ -259,6 +270,7 @@ def headline(self:Run)->str: # status, seconds, metrics
     "How it ended, in one line"
     parts = [f'{self.status}: {STATUSES[self.status]}' + (f' ({self.error})' if self.error else '')]
     if self.seconds and self.status == 'ok': parts.append(f'fit {seconds(self.seconds)}')
+    if self.resumed: parts.append(f"{seconds(self.resumed['seconds'])} in {len(self.resumed['steps'])+1} parts")
     parts += [f'{k} {v:.4g}' for k,v in self.metrics.items() if isinstance(v, (int, float))]
     return ' · '.join(parts)
 

@@ -1,0 +1,92 @@
+"""Several processes on this machine: what a second one gains, and what starting them costs.
+
+    python benchmarks/processes.py speed [ROUNDS]   # samples a second of two processes with one core each, against one
+    python benchmarks/processes.py start [ROUNDS]   # from the command to the first word of the training, against the imports alone
+
+speed: an XResNet18 at 64 pixels, 64 samples a process, random images in memory, DDP by Gloo. In each round, in turns: one process with one core; two that know nothing of each other, at the same time (do they slow each other?); two that train together.
+start: `fastbench.bench.processes.launch_processes` until the first process tells of its data, against two processes at once that import the same and end.
+Bars: 1.85 times the samples a second, where two strangers reach 1.9; under 3 s more than the imports.
+"""
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+
+os.environ['OMP_NUM_THREADS'] = '1'
+warnings.filterwarnings('ignore')
+
+from fastbench.bench.processes import launch_processes
+from fastbench.recipe import get_recipe
+from fastbench.runs.store import load
+
+HERE = f'{os.path.abspath(__file__)}:make'
+
+
+def make(epochs: int = 1, lr: float = 1e-3):
+    import torch
+    from fastai.data.core import DataLoaders
+    from fastai.data.load import DataLoader
+    from fastai.learner import Learner
+    from fastai.vision.models.xresnet import xresnet18
+    torch.manual_seed(0)
+    items = [(torch.randn(3, 64, 64), i % 10) for i in range(64*24)]
+    return Learner(DataLoaders(DataLoader(items, bs=64), DataLoader(items[:64], bs=64)), xresnet18(n_out=10), loss_func=torch.nn.CrossEntropyLoss())
+
+
+def rate(nproc, folder):
+    "Samples a second of all processes together"
+    run = load(launch_processes(get_recipe(HERE), nproc, folder, device='cpu'))
+    if run.status != 'ok': sys.exit(run.error)
+    return sum(r['samples_per_second'] for r in run.ranks)
+
+
+def speed(rounds=3):
+    got = dict(one=[], strangers=[], together=[])
+    with tempfile.TemporaryDirectory() as d, ThreadPoolExecutor(2) as pool:
+        def strangers(): return sum(pool.map(lambda _: rate_alone(d), range(2)))
+        todo = dict(one=lambda: rate(1, d), strangers=strangers, together=lambda: rate(2, d))
+        for i in range(rounds):
+            for k in list(todo)[::(-1)**i]: got[k].append(todo[k]())
+    for k, v in got.items(): print(f'{k:10} {median(v):6.1f} samples/s ({", ".join(f"{o:.1f}" for o in v)})')
+    free, gain = (median(a/b for a, b in zip(got[k], got['one'])) for k in ('strangers', 'together'))
+    if free < 1.9: print(f'two processes that know nothing of each other are {free:.2f} times as fast as one: this machine has no two free cores, so nothing is shown')
+    print(f'two processes train {gain:.2f} times as fast as one, {gain/free:.2f} of what two strangers reach; bar 1.85: {"reached" if gain >= 1.85 else "MISSED"}')
+    return gain >= 1.85
+
+
+def rate_alone(folder):
+    "Of one process, started from a thread beside another"
+    code = f'import sys; sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r}); from processes import rate; print(rate(1, {folder!r}))'
+    return float(subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def start(rounds=5):
+    imports = [sys.executable, '-W', 'ignore', '-c', 'import fastbench.bench.run, fastbench.distributed.learner, fastbench.distributed.ranks']
+
+    def both():
+        begin = time.perf_counter()
+        procs = [subprocess.Popen(imports, stderr=subprocess.DEVNULL) for _ in range(2)]
+        for p in procs: p.wait()
+        return time.perf_counter() - begin
+
+    def launched():
+        told, begin = [], time.perf_counter()
+        def tell(o):
+            if o.get('phase') == 'data' and not told: told.append(time.perf_counter() - begin)
+        launch_processes(get_recipe(HERE, batches=1), 2, folder, tell, device='cpu')
+        return told[0]
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = [(both(), launched()) for _ in range(rounds)]
+    more = median(b - a for a, b in pairs)
+    print(f'imports of two processes {median(a for a, _ in pairs):.1f} s, from the launch to their first word {median(b for _, b in pairs):.1f} s: {more:.1f} s more; bar 3 s: {"reached" if more < 3 else "MISSED"}')
+    return more < 3
+
+
+if __name__ == '__main__':
+    what = dict(speed=speed, start=start)
+    if sys.argv[1:2] == [] or sys.argv[1] not in what: sys.exit(__doc__)
+    sys.exit(0 if what[sys.argv[1]](*map(int, sys.argv[2:3])) else 1)

@@ -1,0 +1,37 @@
+"What happens to one of two processes, by name: for test_processes.py"
+import os
+import signal
+import time
+
+import torch
+from fastai.callback.core import Callback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from torch import nn
+
+
+class Trouble(Callback):
+    def __init__(self, what): self.what = what
+
+    def before_batch(self):
+        if os.environ.get('RANK') != '1' or not self.training or self.learn.train_iter != 5: return
+        if self.what == 'once' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise ValueError('not yet')
+        if self.what == 'error': raise ValueError('a sample of this process is bad')
+        if self.what == 'kill': os.kill(os.getpid(), signal.SIGKILL)
+        if self.what == 'hang': stand_still()
+        if self.what == 'nan': self.learn.xb = (self.x*float('nan'),)
+
+    def after_batch(self):
+        if self.what == 'slow': time.sleep(.2)
+
+
+def stand_still():
+    while True: time.sleep(1)
+
+
+def make(what: str = '', epochs: int = 1, lr: float = .1):
+    torch.manual_seed(0)
+    items = [(torch.randn(8), i % 2) for i in range(128)]
+    dls = DataLoaders(DataLoader(items, bs=4), DataLoader(items[:16], bs=4))
+    return Learner(dls, nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), cbs=Trouble(what), lr=lr)

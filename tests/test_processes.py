@@ -1,0 +1,100 @@
+"fastbench launch: two processes, one Run; whatever happens to one of them ends both with one line, and nothing is left running"
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fastbench.bench.processes import launch_processes
+from fastbench.errors import UserError
+from fastbench.recipe import get_recipe
+from fastbench.runs.store import load
+
+TROUBLE = str(Path(__file__).parent/'examples'/'trouble.py') + ':make'
+
+
+def left():
+    "Processes of a training that still run"
+    def of_training(p):
+        try: return 'fastbench.bench.rank' in ' '.join(p.cmdline())
+        except psutil.Error: return False
+    return [p for p in psutil.Process().children(recursive=True) if of_training(p)]
+
+
+def launched(tmp_path, what='', tell=None, **options):
+    run = load(launch_processes(get_recipe(TROUBLE, what=what), 2, tmp_path, tell, device='cpu', **options))
+    assert not left()
+    return run
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
+def test_one_run_of_two_processes(tmp_path, strategy):
+    told = []
+    run = launched(tmp_path, tell=told.append, strategy=strategy)
+    assert run.status == 'ok' and (run.world_size, run.strategy) == (2, strategy) and run.engine['sharded'] == (strategy == 'fsdp')
+    assert [r['rank'] for r in run.ranks] == [0, 1] and all(r['phases']['backward'] > 0 for r in run.ranks) and len(list(tmp_path.glob('*.json'))) == 1
+    assert not any('busy machine' in o for o in run.warnings) and 'others' not in run.noise
+    assert '2 x 4 = 8 samples' in run.engine['batch'] and f'2 x {strategy}' in run.title
+    assert {'start', 'data', 'fit', 'epoch', 'done'} - {'start'} <= {o['phase'] for o in told}
+
+
+def test_an_error_of_one_ends_both_and_is_said_once(tmp_path):
+    run = launched(tmp_path, 'error')
+    assert run.status == 'failed' and run.error == 'process 1: ValueError: a sample of this process is bad (in Trouble.before_batch)'
+    assert 'trouble.py' in run.traceback and (run.world_size, run.strategy) == (2, 'ddp')
+
+
+def test_a_killed_process_is_named(tmp_path):
+    assert launched(tmp_path, 'kill').error == 'process 1 was killed by SIGKILL: often the system ran out of memory'
+
+
+def test_a_process_that_hangs_is_named_with_its_place(tmp_path):
+    run = launched(tmp_path, 'hang', timeout=3)
+    assert run.error.startswith('process 1 hung: it stood in stand_still (trouble.py:') and 'stand_still' in run.traceback
+
+
+def test_all_are_started_anew_where_that_was_asked_for(tmp_path):
+    run = launched(tmp_path, 'once', max_restarts=1)
+    assert run.status == 'ok' and len(run.ranks) == 2
+
+
+def test_nan_in_one_stops_both_at_the_same_step(tmp_path):
+    assert launched(tmp_path, 'nan').status == 'diverged'
+
+
+def test_a_signal_stops_both_after_the_step_and_keeps_the_run(tmp_path):
+    code = f'''
+import sys
+from fastbench.bench.launch import Interrupted
+from fastbench.bench.processes import launch_processes
+from fastbench.recipe import get_recipe
+def tell(o):
+    if o["phase"] == "fit": print("fit", flush=True)
+try: launch_processes(get_recipe({TROUBLE!r}, what="slow"), 2, {str(tmp_path)!r}, tell, device="cpu")
+except Interrupted as e: print(e.signum, e.path, flush=True)
+'''
+    p = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert p.stdout.readline() == 'fit\n'
+        time.sleep(1)
+        p.send_signal(signal.SIGINT)
+        signum, path = p.stdout.readline().split(' ', 1)
+        assert p.wait(60) == 0 and int(signum) == signal.SIGINT
+        run = load(path.strip())
+        assert run.status == 'interrupted' and len(run.ranks) == 2
+    finally: p.kill()
+
+
+@pytest.mark.parametrize('kwargs,match', [(dict(nproc=0), 'nproc=0 cannot be'), (dict(nproc=2, strategy='zeor'), "unknown strategy 'zeor'")])
+def test_slips_are_one_line(tmp_path, kwargs, match):
+    with pytest.raises(UserError, match=match) as e: launch_processes('digits-xresnet18', folder=tmp_path, **kwargs)
+    assert '\n' not in str(e.value)
+
+
+def test_what_the_processes_refuse_is_said_once(tmp_path):
+    with pytest.raises(UserError, match="bs='largest' is found in one process") as e:
+        launch_processes(get_recipe('digits-xresnet18', bs='largest'), 2, tmp_path, device='cpu')
+    assert '\n' not in str(e.value) and not left()
