@@ -30,7 +30,8 @@ class Board:
                  rank=0, # Number of this process; None: the one that started them
         ):
         self.folder,self.rank = Path(folder),rank
-        self.attempt = int(os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0)
+        again,anew = (int(os.environ.get(o) or 0) for o in ('SLURM_RESTART_COUNT', 'TORCHELASTIC_RESTART_COUNT'))
+        self.attempt = 1000*again + anew # a job that Slurm has put back into its queue counts before torchrun's restarts
 
     def file(self, what, # 'here', 'error', 'result' or 'stack'
              rank=None): # None: this one
@@ -50,8 +51,9 @@ class Board:
         )->dict: # rank -> what it said
         "What all processes have said since they were started last"
         def read(what): return {int(o.stem): v for o in self.folder.glob(f'[0-9]*.{what}') if (v := _read(o))}
+        if not (said := read(what)): return {} # which is asked for often, and most often so
         last = max((o['attempt'] for o in read('here').values()), default=0)
-        return {k: v for k,v in sorted(read(what).items()) if v['attempt'] == last}
+        return {k: v for k,v in sorted(said.items()) if v['attempt'] == last}
 
 # %% ../../nbs/distributed/10_board.ipynb #d9b35c30
 _ECHOES = re.compile(r'gloo/|gloo::|ncclRemoteError|NCCL|ProcessGroup|Connection (reset|closed|refused)|Broken pipe|'

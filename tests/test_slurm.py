@@ -1,0 +1,168 @@
+"A real Slurm of two nodes on this machine: what is submitted leaves one Run, however the job ends"
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fastbench.bench.launch import Interrupted
+from fastbench.bench.slurm import launch_slurm, script_of
+from fastbench.errors import UserError
+from fastbench.recipe import get_recipe
+from fastbench.runs.store import load
+
+HERE = Path(__file__).parent
+TROUBLE = f'{HERE}/examples/trouble.py:make'
+PARTS = 'slurmctld', 'slurmd', 'sbatch', 'srun', 'munged'
+
+
+@pytest.fixture(scope='module')
+def slurm(tmp_path_factory):
+    missing = [o for o in PARTS if not shutil.which(o)]
+    if missing or os.geteuid(): pytest.skip(f"needs Slurm, as root: {', '.join(missing) or 'not root'} (.ci/run installs slurmctld slurmd slurm-client munge where it may)")
+    folder = tmp_path_factory.mktemp('slurm')
+    env = os.environ | dict(PORT=str(random.randint(11000, 19000)))
+    started = subprocess.run([HERE/'slurm.sh', 'start', folder], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    os.environ['SLURM_CONF'] = f'{folder}/slurm.conf'
+    try:
+        if started.returncode: pytest.skip(f'Slurm does not start here: {started.stdout[-300:]}')
+        yield folder
+    finally:
+        subprocess.run([HERE/'slurm.sh', 'stop', folder], stdin=subprocess.DEVNULL, timeout=60)
+        del os.environ['SLURM_CONF']
+
+
+def notes(told): return [o['line'] for o in told if o['phase'] == 'note']
+
+
+def launched(folder, what='', told=None, job=None, **options):
+    told = [] if told is None else told
+    return load(launch_slurm(get_recipe(TROUBLE, what=what), 1, folder, told.append, nodes=2, device='cpu', job=job, **options))
+
+
+def jobs(): return subprocess.run(['squeue', '--noheader', '--format=%T'], capture_output=True, text=True).stdout.split()
+
+
+def wait_for(f, seconds=60):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if got := f(): return got
+        time.sleep(.2)
+    raise AssertionError(f'not within {seconds} s')
+
+
+def test_two_nodes_leave_one_run(slurm, tmp_path):
+    told = []
+    run = launched(tmp_path, told=told, strategy='fsdp')
+    assert (run.status, run.world_size, run.strategy, len(run.ranks)) == ('ok', 2, 'fsdp', 2) and run.engine['sharded']
+    assert re.fullmatch(r'job \d+ is submitted, and goes on if this command is killed: .*/job.sh', notes(told)[0])
+    assert {'data', 'fit', 'epoch', 'done'} <= {o['phase'] for o in told} and len(list(tmp_path.glob('*.json'))) == 1
+    script, = tmp_path.glob('slurm/*/job.sh')
+    assert subprocess.run(['sbatch', '--test-only', script], capture_output=True).returncode == 0
+
+
+def test_an_error_on_the_second_node_is_said_once(slurm, tmp_path):
+    run = launched(tmp_path, 'error')
+    assert run.error == 'process 1: ValueError: a sample of this process is bad (in Trouble.before_batch)' and run.world_size == 2
+
+
+def test_a_killed_process_is_named(slurm, tmp_path):
+    assert launched(tmp_path, 'kill').error == 'process 1 was killed by SIGKILL: often the system ran out of memory'
+
+
+def test_a_process_that_hangs_is_named_with_its_place(slurm, tmp_path):
+    assert launched(tmp_path, 'hang', timeout=3).error.startswith('process 1 hung: it stood in stand_still (trouble.py:')
+
+
+SCRIPT = '''
+import sys
+from fastbench.bench.launch import Interrupted
+from fastbench.bench.slurm import launch_slurm
+from fastbench.recipe import get_recipe
+from fastbench.runs.store import load
+def tell(o): print(o['phase'], o.get('line', ''), flush=True)
+try: path = launch_slurm(get_recipe(sys.argv[1], what='slow'), 1, sys.argv[2], tell, nodes=2, device='cpu')
+except Interrupted as e: print('interrupted', e.path, load(e.path).status if e.path else '', flush=True)
+else: print('kept', load(path).status, load(path).error, flush=True)
+'''
+
+
+@pytest.fixture
+def beside(slurm, tmp_path):
+    "A job that takes a while, followed by another process"
+    p = subprocess.Popen([sys.executable, '-c', SCRIPT, TROUBLE, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = []
+    def until(*words):
+        while line := p.stdout.readline():
+            said.append(line.strip())
+            if all(o in line for o in words): return line.strip()
+        raise AssertionError('\n'.join(said))
+    p.until = until
+    yield p
+    p.kill()
+    subprocess.run(['scancel', '--user=root'])
+    wait_for(lambda: not jobs())
+
+
+def number(line): return re.search(r'job (\d+)', line)[1]
+
+
+def test_ctrl_c_ends_the_job_after_the_step_and_keeps_the_run(beside, tmp_path):
+    beside.until('train')
+    beside.send_signal(signal.SIGINT)
+    assert 'interrupted' in beside.until('interrupted').split()[2:] and not jobs()
+
+
+def test_a_cancelled_job_stays_cancelled(beside):
+    n = number(beside.until('is submitted'))
+    beside.until('train')
+    subprocess.run(['scancel', n], check=True)
+    last = beside.until('kept')
+    assert last.startswith('kept interrupted') or last == f'kept failed job {n} was cancelled'
+    assert not jobs()
+
+
+def test_a_preempted_job_is_put_back_and_ends_well(beside, slurm):
+    beside.until('train')
+    subprocess.run(['sbatch', '--partition=high', '--nodes=2', '--output=/dev/null', '--wrap', 'sleep 2'], check=True, stdout=subprocess.DEVNULL)
+    assert 'goes back into the queue' in beside.until('note a job of higher priority')
+    beside.until('waits: ')
+    assert beside.until('kept').startswith('kept ok')
+
+
+def test_what_slurm_refuses_is_one_line(slurm, tmp_path):
+    with pytest.raises(UserError, match='^sbatch: .*invalid partition') as e: launched(tmp_path, job=dict(partition='nowhere'))
+    assert '\n' not in str(e.value)
+
+
+def test_a_folder_that_the_nodes_do_not_see(slurm, tmp_path, monkeypatch):
+    "A Python that is on one machine alone stands for it"
+    python = tmp_path/'python'
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr('sys.executable', str(python))
+    def submitted(o):
+        if 'is submitted' in o.get('line', ''): python.unlink(missing_ok=True)
+    with pytest.raises(UserError, match='has no .*/python: are environment and folder shared'):
+        launch_slurm(get_recipe(TROUBLE), 1, tmp_path/'runs', submitted, nodes=2, device='cpu')
+
+
+@pytest.mark.parametrize('kwargs,match', [(dict(nodes=0), 'nodes=0 cannot be'), (dict(strategy='zeor'), "unknown strategy 'zeor'")])
+def test_slips_are_one_line(tmp_path, kwargs, match):
+    with pytest.raises(UserError, match=match): launch_slurm('digits-xresnet18', folder=tmp_path, **kwargs)
+
+
+def test_without_slurm(tmp_path, monkeypatch):
+    monkeypatch.setenv('PATH', '/nowhere')
+    with pytest.raises(UserError, match='sbatch is not here: --slurm is for a machine'): launch_slurm('digits-xresnet18', folder=tmp_path)
+
+
+@pytest.mark.parametrize('options', [['gres=gpu:2'], ['--gpus-per-task=1']])
+def test_own_words_for_gpus_are_the_only_ones(options):
+    assert 'gpus-per-node' not in script_of('digits-xresnet18', 2, 2, device='cuda', options=options)
+    assert '#SBATCH --gpus-per-node=2' in script_of('digits-xresnet18', 2, 2, device='cuda')
