@@ -77,7 +77,7 @@ def test_a_killed_process_is_named(slurm, tmp_path):
 
 
 def test_a_process_that_hangs_is_named_with_its_place(slurm, tmp_path):
-    assert launched(tmp_path, 'hang', timeout=3).error.startswith('process 1 hung: it stood in stand_still (trouble.py:')
+    assert launched(tmp_path, 'hang', timeout=10).error.startswith('process 1 hung: it stood in stand_still (trouble.py:')
 
 
 SCRIPT = '''
