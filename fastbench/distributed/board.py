@@ -31,7 +31,7 @@ class Board:
         ):
         self.folder,self.rank = Path(folder),rank
         again,anew = (int(os.environ.get(o) or 0) for o in ('SLURM_RESTART_COUNT', 'TORCHELASTIC_RESTART_COUNT'))
-        self.attempt = 1000*again + anew # a job that Slurm has put back into its queue counts before torchrun's restarts
+        self.attempt = 1000*again + anew # Slurm's queue counts before torchrun's restarts
 
     def file(self, what, # 'here', 'error', 'result' or 'stack'
              rank=None): # None: this one
@@ -164,7 +164,7 @@ def blame(board:Board, # Of processes that have ended
     if gone: return dict(said, rank=gone[0], line=f'process {gone[0]} {_killed(codes.get(gone[0]))}')
     if errors:
         r = min(errors, key=lambda r: errors[r]['time'])
-        return dict(errors[r], rank=r)
+        return dict(errors[r], rank=r, line=f"process {r} and the others lost each other: {errors[r]['line']}")
     return dict(said, rank=None, line='no process has begun')
 
 
