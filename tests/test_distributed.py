@@ -31,7 +31,7 @@ def started(tmp_path_factory):
         port = s.getsockname()[1]
     env = {k: v for k, v in os.environ.items() if k not in processes.NAMES} | dict(OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(here), str(here.parent)]))
     p = subprocess.Popen([sys.executable, str(here/'processes.py'), str(folder), str(port)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    try: out = p.communicate(timeout=900)[0]
+    try: out = p.communicate(timeout=540)[0]
     finally:
         if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)
     assert not p.returncode, out[-6000:]

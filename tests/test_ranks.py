@@ -38,11 +38,11 @@ def ranks(tmp_path_factory):
                             PYTHONPATH=os.pathsep.join([str(here), str(here.parent)]))
     procs = [subprocess.Popen([sys.executable, str(here/'ranks.py'), str(folder)], env=env | dict(RANK=str(i), LOCAL_RANK=str(i)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
              for i in range(2)]
-    try: outs = [p.communicate(timeout=900)[0] for p in procs]
+    try: outs = [p.communicate(timeout=540)[0] for p in procs]
     finally:
         for p in procs: p.kill()
     assert not any(p.returncode for p in procs), '\n'.join(o[-3000:] for o in outs)
-    one = subprocess.run([sys.executable, str(here/'ranks.py'), str(folder)], env={k: v for k, v in env.items() if k != 'WORLD_SIZE'}, capture_output=True, text=True, timeout=900)
+    one = subprocess.run([sys.executable, str(here/'ranks.py'), str(folder)], env={k: v for k, v in env.items() if k != 'WORLD_SIZE'}, capture_output=True, text=True, timeout=540)
     assert not one.returncode, one.stderr[-3000:]
     def read(name): return json.loads((folder/f'{name}.json').read_text())
     return [{f'{k}-{s}': v for s in ('ddp', 'fsdp') for k, v in read(f'{i}-{s}').items()} for i in (0, 1)] + [read('alone')]

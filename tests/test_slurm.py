@@ -136,6 +136,32 @@ def test_a_preempted_job_is_put_back_and_ends_well(beside, slurm):
     assert beside.until('kept').startswith('kept ok')
 
 
+OWN = '''
+import torch
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+import fastbench.distributed.learner
+from fastbench.train.learner import BenchLearner
+from fastbench.machine.group import gather, rank, world_size
+torch.manual_seed(0)
+items = [(torch.randn(8), i % 2) for i in range(32)]
+learn = BenchLearner(DataLoaders(DataLoader(items, bs=4), DataLoader(items[:8], bs=4)), torch.nn.Linear(8, 2), loss_func=torch.nn.CrossEntropyLoss(), lr=.1)
+with learn.distributed(cpu=True), learn.no_bar(), learn.no_logging():
+    learn.fit(1)
+    same = gather(sum(p.sum().item() for p in learn.model.parameters()))
+    if rank() == 0: print('processes', world_size(), 'differ' if len(set(same)) > 1 else 'agree', flush=True)
+'''
+
+
+def test_own_script_that_srun_starts(slurm, tmp_path):
+    "No torchrun: Slurm's own words are enough"
+    (tmp_path/'train.py').write_text(OWN)
+    wrap = f'srun {sys.executable} {tmp_path}/train.py'
+    p = subprocess.run(['sbatch', '--wait', '--nodes=2', '--ntasks-per-node=1', f'--output={tmp_path}/said.txt', f'--wrap={wrap}'], capture_output=True, text=True, timeout=120)
+    said = (tmp_path/'said.txt').read_text()
+    assert not p.returncode and 'processes 2 agree' in said, said[-2000:]
+
+
 def test_what_slurm_refuses_is_one_line(slurm, tmp_path):
     with pytest.raises(UserError, match='^sbatch: .*invalid partition') as e: launched(tmp_path, job=dict(partition='nowhere'))
     assert '\n' not in str(e.value)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .strategy import Strategy, register_strategy
 from ..errors import UserError
-from ..machine.group import world_size
+from ..machine.group import heed_srun, world_size
 
 # %% ../../nbs/distributed/03_ddp.ipynb #b7f7e54c
 bn_types = nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d
@@ -27,7 +27,9 @@ class DDP(Strategy):
                  **kwargs): # Of `Accelerator`: cpu=True for processes on a CPU
         super().__init__(sync_bn)
         self.kwargs,self._replaced = kwargs,{}
-    def begin(self, learn): self.accelerator = Accelerator(**self.kwargs)
+    def begin(self, learn):
+        heed_srun()
+        self.accelerator = Accelerator(**self.kwargs)
 
     def wrap(self, model):
         if self.sync_bn and next(model.parameters()).device.type == 'cuda':
