@@ -11,8 +11,9 @@ from pathlib import Path
 
 import typer
 
-from .terminal import (CheckpointInterval, Device, Json, Offline, Out, Resume, ShowOutput, app, argument,
-                                        field, full, given, names_like, option, print_json, print_runs, run_all)
+from .terminal import (
+    CheckpointInterval, Device, Json, Offline, Out, Resume, ShowOutput, app, argument, field, full, given, names_like,
+    option, print_json, print_runs, run_all)
 from ..recipe import but, get_recipe
 from ..runs.store import FOLDER, check_folder, load
 
