@@ -27,7 +27,9 @@ from fastai.torch_core import set_seed
 from torch import nn
 
 import fastai.callback.schedule  # adds fit_one_cycle
+import fastbench.distributed.fsdp  # else each forked process would import it
 import fastbench.distributed.learner  # adds distributed
+import fastbench.distributed.ranks
 from fastbench.callback.ema import EMACallback
 from fastbench.machine.shards import load_parts
 from fastbench.train.checkpoint import check_file, checkpoints, read_header, read_state

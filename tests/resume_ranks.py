@@ -15,7 +15,11 @@ from fastai.torch_core import get_model, set_seed
 from functools import partial
 from torch import nn
 
+import fastbench.distributed.fsdp  # else each forked process would import it, and what optimizers import at their first step
 import fastbench.distributed.learner  # adds distributed
+import fastbench.distributed.ranks
+import torch.distributed.tensor
+import torch._dynamo
 from fastbench.callback.ema import EMACallback
 from fastbench.machine import group
 from fastbench.machine.shards import whole

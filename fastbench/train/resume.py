@@ -156,8 +156,8 @@ def _go_on(self:CheckpointEvery, header, path):
     if not is_elsewhere(header): return
     n = header.get('world_size', 1)
     self._say(f"it was written by {n} process{'es'*(n > 1)} and goes on in {world_size()}: weights, optimizer, "
-              'schedule and the count of steps are the same, and the place in the epoch in samples; which samples still come in '
-              'it, and random numbers, are others')
+              'schedule and the count of steps are the same, and the place in the epoch in samples; which samples '
+              'still come in it, and random numbers, are others')
 
 # %% ../../nbs/train/15_resume.ipynb #e7a01abe
 @patch

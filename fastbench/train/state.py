@@ -260,8 +260,8 @@ def fit_state(learn, # A Learner between two steps of a fit
               since:dict|None=None, # The model's `layer_numbers` before it was trained
     )->dict: # For `set_fit_state`
     "All that the next step depends on"
-    return dict(weights=weights(get_model(learn.model), since), opt=opt_state(learn.opt, grads), rng=to_plain(rng_state()),
-                loaders=[to_plain(loader_state(o)) for o in loaders_of(learn)],
+    return dict(weights=weights(get_model(learn.model), since), opt=opt_state(learn.opt, grads),
+                rng=to_plain(rng_state()), loaders=[to_plain(loader_state(o)) for o in loaders_of(learn)],
                 cbs={k: s for k,o in _named(learn.cbs) if o not in without and (s := callback_state(o))},
                 metrics=[metric_state(o) for o in learn.metrics],
                 learner=_plain_of({k: vars(learn)[k] for k in _own if k in vars(learn)}, ()),
