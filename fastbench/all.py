@@ -14,10 +14,10 @@ __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile',
            'hf_learner', 'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer',
            'train_tokenizer', 'hf_splitter', 'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare',
            'compare_times', 'compare_pairs', 'time_pairs', 'doctor', 'report', 'suite', 'Energy', 'LogPhases',
-           'CheckpointEvery', 'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler', 'batch_augment',
-           'BatchCrop', 'BatchFit', 'BatchFlip', 'BatchAffine', 'BatchColour', 'BatchErase', 'BatchCutout',
-           'BatchNormalize', 'BatchMixUp', 'BatchCutMix', 'cached', 'fast_images', 'choose_decoder', 'PoolDL',
-           'InputDiagnosis', 'auto_workers']
+           'CheckpointEvery', 'export_weights', 'profiling_steps', 'learner_run', 'TrainerProfiler',
+           'LightningProfiler', 'batch_augment', 'BatchCrop', 'BatchFit', 'BatchFlip', 'BatchAffine', 'BatchColour',
+           'BatchErase', 'BatchCutout', 'BatchNormalize', 'BatchMixUp', 'BatchCutMix', 'cached', 'fast_images',
+           'choose_decoder', 'PoolDL', 'InputDiagnosis', 'auto_workers']
 
 # %% ../nbs/05_all.ipynb #9a69330d
 from .callback.amp import MixedPrecision
@@ -63,6 +63,7 @@ from .runs.store import find, load, save
 from .compare.suite import suite
 from .train.learner import BenchLearner
 from .train.resume import CheckpointEvery
+from .train.weights import export_weights
 from .compare.verdict import compare_times
 
 # %% ../nbs/05_all.ipynb #f00bb091
@@ -106,7 +107,7 @@ _all_ = [
     'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner', 'load_hf_learner',
     'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter',
     'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'compare_pairs', 'time_pairs',
-    'doctor', 'report', 'suite', 'Energy', 'LogPhases', 'CheckpointEvery',
+    'doctor', 'report', 'suite', 'Energy', 'LogPhases', 'CheckpointEvery', 'export_weights',
     'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler', 'batch_augment', 'BatchCrop',
     'BatchFit', 'BatchFlip', 'BatchAffine', 'BatchColour', 'BatchErase', 'BatchCutout', 'BatchNormalize',
     'BatchMixUp', 'BatchCutMix', 'cached', 'fast_images', 'choose_decoder', 'PoolDL', 'InputDiagnosis',

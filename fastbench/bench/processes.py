@@ -16,6 +16,7 @@ from ..errors import UserError, unknown
 from ..machine.environment import worker_cores
 from ..recipe import get_recipe
 from ..runs.store import FOLDER, check_folder
+from ..runs.unfinished import checkpoint_options
 
 # %% ../../nbs/bench/04_processes.ipynb #2a8f162b
 STRATEGIES = 'ddp','fsdp' # known without importing torch
@@ -135,6 +136,8 @@ def launch_processes(recipe, # A `Recipe` or its name, a function that returns a
                      max_restarts:int=0, # How often all are started anew when one fails
                      offline:bool=False, # Never open a connection
                      repeat:int=0, # Which repeat this is: added to the seed
+                     checkpoint_every=None, # Between checkpoints: minutes ('10') or '500steps'; None: none are written
+                     resume:bool=False, # Go on with this training where it was interrupted; it writes checkpoints, too
                      show_output:bool=False, # Let through what the processes and torchrun print
                      **options, # Of `run_recipe`: device, energy
     )->str: # The file of the Run
@@ -143,6 +146,8 @@ def launch_processes(recipe, # A `Recipe` or its name, a function that returns a
     recipe,folder = get_recipe(recipe),Path(folder).absolute()
     recipe.ready()
     check_folder(folder)
+    if resume or checkpoint_every is not None:
+        options['checkpoints'] = checkpoint_options(recipe, folder, repeat, checkpoint_every, resume)
     with tempfile.TemporaryDirectory(prefix='fastbench-') as d, Signals() as signals:
         board,said = Board(d, None),Path(d)/'said.txt'
         spec = write_spec(d, recipe, folder=str(folder), strategy=strategy, timeout=timeout, offline=offline,

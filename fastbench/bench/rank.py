@@ -55,6 +55,13 @@ def _fits(recipe):
                                                "find-batch-size), then give the number")
     if recipe.target: raise UserError('a target of accuracy is for one process so far: leave target out')
 
+# %% ../../nbs/bench/05_rank.ipynb #4683d051
+def _checkpoints(options, board):
+    "Where they are written, if at all"
+    if 'checkpoints' not in options: return None
+    options['checkpoints']['resume'] |= board.attempt > 0
+    return Path(options['checkpoints']['folder'])
+
 # %% ../../nbs/bench/05_rank.ipynb #db3ad0a3
 def train_rank(spec:dict, # recipe, folder, strategy, timeout, offline, options
                board:Board, # Where this process says how it is
@@ -65,7 +72,9 @@ def train_rank(spec:dict, # recipe, folder, strategy, timeout, offline, options
     from fastbench.machine.group import gather, join, local_rank, rank, world_size
     from fastbench.runs.record import plain
     from fastbench.runs.store import save
+    from fastbench.runs.unfinished import forget_unfinished
     from fastbench.recipe import as_dict
+    kept = _checkpoints(spec['options'], board)
     recipe,device = pickle.loads(spec['recipe']),_device(spec['options'].pop('device', None), local_rank())
     _fits(recipe)
     join(device or 'cpu', spec['timeout'])
@@ -81,7 +90,10 @@ def train_rank(spec:dict, # recipe, folder, strategy, timeout, offline, options
     run.status = worst(gather(run.status))
     if world_size() > 1: _without_others(run)
     run.world_size,run.strategy = world_size(),spec['strategy']
-    return ('run', str(save(run, spec['folder'])), run.status) if rank() == 0 else ('run', None, run.status)
+    if rank(): return 'run',None,run.status
+    path = save(run, spec['folder'])
+    if kept and run.status in ('ok', 'diverged'): forget_unfinished(kept)
+    return 'run',str(path),run.status
 
 
 # %% ../../nbs/bench/05_rank.ipynb #a9ef2e42

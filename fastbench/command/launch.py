@@ -11,8 +11,9 @@ from pathlib import Path
 
 import typer
 
-from .terminal import (Device, Json, Offline, Out, ShowOutput, app, argument, field, full,
-                                        names_like, option, print_json, print_runs, run_all)
+from .terminal import (
+    CheckpointInterval, Device, Json, Offline, Out, Resume, ShowOutput, app, argument, field, full, given, names_like,
+    option, print_json, print_runs, run_all)
 from ..recipe import but, get_recipe
 from ..runs.store import FOLDER, check_folder, load
 
@@ -31,6 +32,7 @@ def launch(
     fields:option(list[str], 'A field of the recipe; may be repeated.', '--set', metavar='FIELD=VALUE')=None,
     device:Device=None,
     out:Out=Path(FOLDER),
+    checkpoint_every:CheckpointInterval=None, resume:Resume=False,
     show_output:ShowOutput=False, offline:Offline=False, as_json:Json=False,
 ):
     "Train in several processes of this machine, and keep one Run."
@@ -38,7 +40,9 @@ def launch(
     check_folder(out)
     from fastbench.bench.processes import launch_processes
     start = partial(launch_processes, nproc=nproc, strategy=strategy, timeout=timeout, max_restarts=max_restarts)
-    paths,code = run_all([recipe], repeats, out, start=start, device=device, show_output=show_output, offline=offline)
+    more = given(dict(resume=resume or None, checkpoint_every=checkpoint_every))
+    paths,code = run_all([recipe], repeats, out, start=start, device=device, show_output=show_output, offline=offline,
+                         **more)
     kept = [load(o) for o in paths]
     if as_json: print_json([full(o) for o in kept])
     else: print_runs(kept, repeats)

@@ -18,12 +18,12 @@ from fastcore.basics import noop, patch
 from fastcore.foundation import L
 from torch import Tensor
 
-from .agree import OtherFailed
 import fastbench.distributed.ddp  # into the registry
 from .strategy import engine_of, get_strategy
 from ..errors import UserError
-from ..machine.group import broadcast, gather, rank, sum_over_ranks, world_size
+from ..machine.group import OtherFailed, broadcast, gather, rank, sum_over_ranks, world_size
 from ..measure.lifecycle import DuringFit
+from ..train.state import loader_state, set_loader_state
 from ..train.transfer import CopiesAhead
 
 # %% ../../nbs/distributed/05_ranks.ipynb #89025973
@@ -56,6 +56,17 @@ def to_detach(self:RankDL, b, # A batch, or anything of it
 def _broadcast(self:RankDL, t, rank):
     "What rank `rank` has, on all"
     return broadcast(t, rank)
+
+@patch
+def state_dict(self:RankDL)->dict:
+    "What the coming batches depend on: the loader that is dealt from"
+    return loader_state(self.dl)
+
+@patch
+def load_state_dict(self:RankDL, state # Of `state_dict`
+    ):
+    "Go on from there"
+    set_loader_state(self.dl, state)
 
 # %% ../../nbs/distributed/05_ranks.ipynb #aff66f59
 def _sums(metric):

@@ -45,6 +45,8 @@ def _counts(n, items):
 class WeighShares(Callback):
     "Each process weighs by its share of a step, and `learn.loss` is the loss of all"
     order,run_valid = 95,False
+    def state_dict(self)->dict: "Nothing outlasts a step"; return {}
+    def load_state_dict(self, state): "As above" # Of `state_dict`
     def before_batch(self):
         self._own = _n_targets(self.learn),find_bs(self.learn.yb)
         self._sums = start_sum(_counts(*self._own))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['contract', 'is_joined', 'world_size', 'rank', 'local_rank', 'backend', 'of_srun', 'heed_srun', 'join', 'leave',
            'environment_of_group', 'host_group', 'barrier', 'broadcast', 'gather', 'start_sum', 'sum_over_ranks',
-           'max_over_ranks', 'any_rank', 'same_on_all']
+           'max_over_ranks', 'any_rank', 'same_on_all', 'OtherFailed', 'all_or_none']
 
 # %% ../../nbs/machine/06_group.ipynb #e8c80714
 import os, subprocess
@@ -182,14 +182,15 @@ def sum_over_ranks(values # Numbers, or a tensor
     return start_sum(values)()
 
 # %% ../../nbs/machine/06_group.ipynb #7eb8a579
-def max_over_ranks(n # A number of this process
-    )->float:
+def max_over_ranks(n # A number of this process, or several
+    ): # One number, or as many
     "The largest of all processes, on each"
     if world_size() < 2: return n
     _check_joined()
-    t = torch.tensor(float(n), dtype=torch.float64)
+    several = isinstance(n, (list, tuple))
+    t = torch.tensor(n if several else [n], dtype=torch.float64)
     dist.all_reduce(t, dist.ReduceOp.MAX, group=host_group())
-    return t.item()
+    return t.tolist() if several else t.item()
 
 def any_rank(flag # Of this process
     )->bool:
@@ -202,3 +203,28 @@ def same_on_all(tensors # Of the same shapes on all ranks
     if world_size() < 2: return
     _check_joined()
     for t in tensors: dist.broadcast(t, 0, group=_group_of(t))
+
+# %% ../../nbs/machine/06_group.ipynb #fa63bc0a
+class OtherFailed(UserError):
+    "This process could go on, but another cannot"
+    def __init__(self, rank=None, # Of the other process, where it is known
+                 why='', # What it said
+                 kind='', # The class of its error; OSError for those of the system
+        ):
+        who = f' (process {rank}: {why})' if why else ''
+        super().__init__(f'another process has failed{who}, and this one cannot go on without it: its own error says '
+                         'why')
+        self.rank,self.why,self.kind = rank,why,kind
+
+def _in_words(e): return str(e),'OSError' if isinstance(e, OSError) else type(e).__name__
+
+def all_or_none(f # Without arguments; each process calls its own
+    )->list: # What it gave, in the order of ranks, on each
+    "Do something in all processes, or fail in all"
+    try: res,error = f(),None
+    except Exception as e: res,error = None,e
+    said = gather((res, None if error is None or isinstance(error, OtherFailed) else _in_words(error)))
+    first = next((i for i,(_,why) in enumerate(said) if why), None)
+    if error is not None and (first is None or first == rank()): raise error
+    if first is not None: raise OtherFailed(first, *said[first][1])
+    return [o for o,_ in said]

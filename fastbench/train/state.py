@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['NotPlain', 'to_plain', 'from_plain', 'rng_state', 'set_rng_state', 'loader_state', 'set_loader_state',
-           'layer_numbers', 'weights', 'set_weights', 'opt_state', 'set_opt_state', 'metric_state', 'set_metric_state',
-           'callback_state', 'set_callback_state', 'loaders_of', 'fit_state', 'set_loaders', 'set_fit_state']
+           'layer_numbers', 'weights', 'tied_weights', 'set_weights', 'opt_state', 'set_opt_state', 'metric_state',
+           'set_metric_state', 'callback_state', 'set_callback_state', 'loaders_of', 'fit_state', 'set_loaders',
+           'set_fit_state', 'fit_in']
 
 # %% ../../nbs/train/11_state.ipynb #f55ee8ff
 import random
@@ -16,11 +17,12 @@ import numpy as np
 import torch
 from fastai.learner import Metric
 from fastai.optimizer import OptimWrapper
-from fastai.torch_core import to_device
+from fastai.torch_core import get_model, to_device
 from fastcore.foundation import L
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..machine.shards import is_part, part_of, parts_of
 
 # %% ../../nbs/train/11_state.ipynb #bd83093e
 class NotPlain(TypeError):
@@ -33,7 +35,7 @@ def _numbers(o): # o: a list
     if len(o) < 8: return None
     if all(type(v) is float for v in o): return _made('floats', torch.tensor(o, dtype=torch.float64))
     t = o[0]
-    if not isinstance(t, Tensor) or t.ndim: return None
+    if not isinstance(t, Tensor) or t.ndim or any(map(is_part, o)): return None
     if all(isinstance(v, Tensor) and not v.ndim and v.dtype == t.dtype and v.device == t.device for v in o):
         return _made('scalars', torch.stack([v.detach() for v in o]).as_subclass(Tensor))
 
@@ -44,7 +46,7 @@ def to_plain(o # Tensors, arrays, numbers, texts; lists, tuples, dicts and `L` o
     ): # The same with nothing but what `torch.load(weights_only=True)` takes; `NotPlain` for anything else
     "What can be kept of `o`; tensors stay where they are and are not copied"
     if type(o) in _values: return o
-    if isinstance(o, Tensor): return o.detach().as_subclass(Tensor)
+    if isinstance(o, Tensor): return o.detach() if is_part(o) else o.detach().as_subclass(Tensor)
     if isinstance(o, np.generic): return to_plain(o.item())
     if isinstance(o, np.ndarray) and o.dtype.kind in 'biuf': return _made('array', torch.from_numpy(o.copy()))
     if isinstance(o, list): return _numbers(o) or [to_plain(v) for v in o]
@@ -140,6 +142,13 @@ def weights(model:nn.Module, # The Learner's
                if _holds_tensor(v) or type(v) in _values and k in since and v != since[k]}
     return dict(model=dict(kept), unsaved=unsaved, between=between)
 
+# %% ../../nbs/train/11_state.ipynb #7b8de711
+def tied_weights(model:nn.Module # With all names that its weights have
+    )->dict: # Second name -> first name
+    "Weights that have two names"
+    first,named = {},[*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {k: o for k,v in named if (o := first.setdefault(id(v), k)) != k}
+
 # %% ../../nbs/train/11_state.ipynb #18cbf0f2
 def _on(o, device):
     "The tensors of `o` there"
@@ -210,7 +219,7 @@ def _plain_of(values, without):
 def callback_state(cb # A callback
     )->dict:
     "What a callback has counted"
-    if _speaks(cb): return dict(own=to_plain(cb.state_dict()))
+    if _speaks(cb): return dict(own=own) if (own := to_plain(cb.state_dict())) else {}
     values = {k: v for k,v in vars(cb).items() if k[0] != '_' and k not in _clocks}
     metrics = {k: metric_state(v) for k,v in values.items() if isinstance(v, Metric)}
     plain = _plain_of(values, {*signature(type(cb).__init__).parameters, *metrics, 'learn'})
@@ -251,8 +260,8 @@ def fit_state(learn, # A Learner between two steps of a fit
               since:dict|None=None, # The model's `layer_numbers` before it was trained
     )->dict: # For `set_fit_state`
     "All that the next step depends on"
-    return dict(weights=weights(learn.model, since), opt=opt_state(learn.opt, grads), rng=to_plain(rng_state()),
-                loaders=[to_plain(loader_state(o)) for o in loaders_of(learn)],
+    return dict(weights=weights(get_model(learn.model), since), opt=opt_state(learn.opt, grads),
+                rng=to_plain(rng_state()), loaders=[to_plain(loader_state(o)) for o in loaders_of(learn)],
                 cbs={k: s for k,o in _named(learn.cbs) if o not in without and (s := callback_state(o))},
                 metrics=[metric_state(o) for o in learn.metrics],
                 learner=_plain_of({k: vars(learn)[k] for k in _own if k in vars(learn)}, ()),
@@ -277,7 +286,7 @@ def set_fit_state(learn, # A Learner made in the same way, in a fit
                   state:dict, # Of `fit_state`
     ):
     "Let the next step be the one that came after `state`"
-    set_weights(learn.model, state['weights'])
+    set_weights(get_model(learn.model), state['weights'])
     set_opt_state(learn.opt, state['opt'])
     for k,v in from_plain(state['learner']).items(): setattr(learn, k, v)
     _set_callbacks(learn, state['cbs'])
@@ -286,3 +295,15 @@ def set_fit_state(learn, # A Learner made in the same way, in a fit
         if state['more'].get(k): o.load_state_dict(from_plain(state['more'][k]))
     set_loaders(learn, state['loaders'])
     set_rng_state(from_plain(state['rng']))
+
+# %% ../../nbs/train/11_state.ipynb #fdb9cd16
+def fit_in(state:dict, # Of `fit_state`, read from a disk
+           learn, # The Learner that is to go on
+    )->dict: # For `set_fit_state`
+    "Cut whole tensors as the weights of `learn` are, and leave out callbacks that it does not have"
+    model,have = get_model(learn.model),dict(_named(learn.cbs))
+    named,params = dict(model.named_parameters(remove_duplicate=False)),[p for p,*_ in learn.opt.all_params()]
+    w,o = state['weights'],state['opt']
+    kept = {k: part_of(v, named.get(k)) for k,v in w['model'].items()}
+    opt = dict(o, opt=parts_of(o['opt'], params), grads=[part_of(g, p) for g,p in zip(o['grads'], params)])
+    return dict(state, weights=dict(w, model=kept), opt=opt, cbs={k: s for k,s in state['cbs'].items() if k in have})
