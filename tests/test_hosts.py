@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fastbench.bench.hosts import check_hosts, launch_hosts
+from fastbench.bench.hosts import Hosts, check_hosts
+from fastbench.bench.processes import launch_processes
 from fastbench.errors import UserError
 from fastbench.recipe import get_recipe
 from fastbench.runs.store import load
@@ -58,7 +59,7 @@ def left():
 
 
 def launched(tmp_path, hosts, what='', tell=None, timeout=60):
-    return load(launch_hosts(get_recipe(TROUBLE, what=what), hosts, 1, tmp_path, tell, device='cpu', timeout=timeout))
+    return load(launch_processes(get_recipe(TROUBLE, what=what), 1, tmp_path, tell, place=Hosts(hosts), device='cpu', timeout=timeout))
 
 
 def none_left(seconds=15):
@@ -87,9 +88,10 @@ def test_a_cut_network_ends_both_machines(hosts, tmp_path):
 
 def test_nothing_is_left_when_the_command_is_killed(hosts, tmp_path):
     code = f'''
-from fastbench.bench.hosts import launch_hosts
+from fastbench.bench.hosts import Hosts
+from fastbench.bench.processes import launch_processes
 from fastbench.recipe import get_recipe
-launch_hosts(get_recipe({TROUBLE!r}, what="slow"), {hosts!r}, 1, {str(tmp_path)!r}, lambda o: print(o["phase"], flush=True), device="cpu")
+launch_processes(get_recipe({TROUBLE!r}, what="slow"), 1, {str(tmp_path)!r}, lambda o: print(o["phase"], flush=True), place=Hosts({hosts!r}), device="cpu")
 '''
     p = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True)
     while p.stdout.readline() not in ('train\n', ''): pass
@@ -104,5 +106,5 @@ def test_machines_that_do_not_answer_or_do_not_see_the_folder(hosts):
 
 
 @pytest.mark.parametrize('hosts', [[], ['a', 'a']])
-def test_names_of_machines_that_cannot_be(hosts, tmp_path):
-    with pytest.raises(UserError, match='names of machines, each once'): launch_hosts(TROUBLE, hosts, folder=tmp_path)
+def test_names_of_machines_that_cannot_be(hosts):
+    with pytest.raises(UserError, match='names of machines, each once'): Hosts(hosts)

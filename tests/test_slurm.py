@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from fastbench.bench.launch import Interrupted
-from fastbench.bench.slurm import launch_slurm, script_of
+from fastbench.bench.processes import launch_processes
+from fastbench.bench.slurm import Slurm
 from fastbench.errors import UserError
 from fastbench.recipe import get_recipe
 from fastbench.runs.store import load
@@ -43,7 +44,8 @@ def notes(told): return [o['line'] for o in told if o['phase'] == 'note']
 
 def launched(folder, what='', told=None, job=None, **options):
     told = [] if told is None else told
-    return load(launch_slurm(get_recipe(TROUBLE, what=what), 1, folder, told.append, nodes=2, device='cpu', job=job, **options))
+    place = Slurm(nodes=2, goes_on='checkpoint_every' in options, **(job or {}))
+    return load(launch_processes(get_recipe(TROUBLE, what=what), 1, folder, told.append, device='cpu', place=place, **options))
 
 
 def jobs(): return subprocess.run(['squeue', '--noheader', '--format=%T'], capture_output=True, text=True).stdout.split()
@@ -83,11 +85,12 @@ def test_a_process_that_hangs_is_named_with_its_place(slurm, tmp_path):
 SCRIPT = '''
 import sys
 from fastbench.bench.launch import Interrupted
-from fastbench.bench.slurm import launch_slurm
+from fastbench.bench.processes import launch_processes
+from fastbench.bench.slurm import Slurm
 from fastbench.recipe import get_recipe
 from fastbench.runs.store import load
 def tell(o): print(o['phase'], o.get('line', ''), flush=True)
-try: path = launch_slurm(get_recipe(sys.argv[1], what='slow'), 1, sys.argv[2], tell, nodes=2, device='cpu')
+try: path = launch_processes(get_recipe(sys.argv[1], what='slow'), 1, sys.argv[2], tell, place=Slurm(nodes=2), device='cpu')
 except Interrupted as e: print('interrupted', e.path, load(e.path).status if e.path else '', flush=True)
 else: print('kept', load(path).status, load(path).error, flush=True)
 '''
@@ -175,20 +178,19 @@ def test_a_folder_that_the_nodes_do_not_see(slurm, tmp_path, monkeypatch):
     def submitted(o):
         if 'is submitted' in o.get('line', ''): python.unlink(missing_ok=True)
     with pytest.raises(UserError, match='has no .*/python: are environment and folder shared'):
-        launch_slurm(get_recipe(TROUBLE), 1, tmp_path/'runs', submitted, nodes=2, device='cpu')
+        launch_processes(get_recipe(TROUBLE), 1, tmp_path/'runs', submitted, place=Slurm(nodes=2), device='cpu')
 
 
-@pytest.mark.parametrize('kwargs,match', [(dict(nodes=0), 'nodes=0 cannot be'), (dict(strategy='zeor'), "unknown strategy 'zeor'")])
-def test_slips_are_one_line(tmp_path, kwargs, match):
-    with pytest.raises(UserError, match=match): launch_slurm('digits-xresnet18', folder=tmp_path, **kwargs)
+def test_slips_are_one_line():
+    with pytest.raises(UserError, match='nodes=0 cannot be'): Slurm(nodes=0)
 
 
 def test_without_slurm(tmp_path, monkeypatch):
     monkeypatch.setenv('PATH', '/nowhere')
-    with pytest.raises(UserError, match='sbatch is not here: --slurm is for a machine'): launch_slurm('digits-xresnet18', folder=tmp_path)
+    with pytest.raises(UserError, match='sbatch is not here: --slurm is for a machine'): launch_processes('digits-xresnet18', 1, tmp_path, place=Slurm())
 
 
 @pytest.mark.parametrize('options', [['gres=gpu:2'], ['--gpus-per-task=1']])
 def test_own_words_for_gpus_are_the_only_ones(options):
-    assert 'gpus-per-node' not in script_of('digits-xresnet18', 2, 2, device='cuda', options=options)
-    assert '#SBATCH --gpus-per-node=2' in script_of('digits-xresnet18', 2, 2, device='cuda')
+    assert 'gpus-per-node' not in Slurm(options=options).script('digits-xresnet18', 2, device='cuda')
+    assert '#SBATCH --gpus-per-node=2' in Slurm().script('digits-xresnet18', 2, device='cuda')
