@@ -170,7 +170,8 @@ def _about(self:ScalingTable):
     if any(r['paired'] is False for r in self.rows): yield 'Runs are not in pairs (Welch)'
     threads = {o.environment.get('torch', {}).get('threads') for o in self.runs} - {None}
     if len(threads) == 1 and self.runs[0].device.get('kind') == 'cpu':
-        yield f"a device is here a process that computes with {threads.pop()} thread(s)"
+        each = threads.pop()
+        yield f"a device is here a process that computes with {each} thread{'s'*(each > 1)}"
     few = min((n for n in map(_steps, self.runs) if n), default=None)
     if few and few < 20: yield f'only {few} steps were timed in the shortest Run: more epochs make it surer'
 
@@ -204,16 +205,18 @@ def plot_scaling(table:ScalingTable, # What to draw
     top = max(r['processes'] for r in rows)
     ax.plot([1, top], [1, top], '--', color='grey', lw=1, label='ideal')
     for s in dict.fromkeys(r['strategy'] for r in rows): _points(ax, s, [r for r in rows if r['strategy'] == s])
-    _dress(ax, [1, *[r['processes'] for r in rows]], table.title)
+    _dress(ax, rows, table.title)
     return ax
 
 ScalingTable.plot = plot_scaling
 
 # %% ../../nbs/compare/09_scaling.ipynb #6e560784
-def _dress(ax, ns, title):
+def _dress(ax, rows, title):
     from textwrap import wrap
+    ns = [1, *[r['processes'] for r in rows]]
+    reach = max(r['processes']*(r['high'] or r['efficiency']) for r in rows)
     ax.set(xlabel='processes', ylabel='times the global samples/s of one process', xlim=(.8, 1.12*max(ns)),
-           ylim=(0, 1.06*max(ns)))
+           ylim=(0, 1.05*min(max(reach, max(ns)), 1.5*max(ns))))
     ax.set_xticks(sorted(set(ns)))
     ax.set_title('\n'.join(wrap(title, 70)), loc='left', fontsize=9, parse_math=False)
     ax.spines[['top', 'right']].set_visible(False)
