@@ -11,7 +11,7 @@ import sys
 import typer
 
 # each adds its commands, in this order
-from .command import train, launch, keep, ab, compare, report, ladder, doctor, selftest, cache
+from .command import train, launch, keep, ab, compare, report, ladder, scale, doctor, selftest, cache
 from .errors import UserError
 from .command.terminal import app, complain
 

@@ -64,6 +64,16 @@ def test_nan_in_one_stops_both_at_the_same_step(tmp_path):
     assert launched(tmp_path, 'nan').status == 'diverged'
 
 
+def test_a_target_that_is_reached_ends_both(tmp_path):
+    run = load(launch_processes(get_recipe(TROUBLE, target=.01, epochs=3), 2, tmp_path, device='cpu'))
+    assert run.status == 'ok' and run.goal['epochs'] == 1 and len(run.epochs) == 1 and len(run.ranks) == 2 and run.goal['reached'] > .01
+
+
+def test_one_process_trains_as_without_others(tmp_path):
+    run = load(launch_processes(get_recipe(TROUBLE), 1, tmp_path, device='cpu', strategy=None))
+    assert run.status == 'ok' and run.processes == (1, '') and len(run.ranks) == 1 and not run.engine
+
+
 def test_a_signal_stops_both_after_the_step_and_keeps_the_run(tmp_path):
     code = f'''
 import sys
@@ -86,7 +96,7 @@ except Interrupted as e: print(e.signum, e.path, flush=True)
     finally: p.kill()
 
 
-@pytest.mark.parametrize('kwargs,match', [(dict(nproc=0), 'nproc=0 cannot be'), (dict(nproc=2, strategy='zeor'), "unknown strategy 'zeor'")])
+@pytest.mark.parametrize('kwargs,match', [(dict(nproc=0), 'nproc=0 cannot be'), (dict(nproc=2, strategy='zeor'), "unknown strategy 'zeor'"), (dict(nproc=2, strategy=None), '2 processes need a strategy')])
 def test_slips_are_one_line(tmp_path, kwargs, match):
     with pytest.raises(UserError, match=match) as e: launch_processes('digits-xresnet18', folder=tmp_path, **kwargs)
     assert '\n' not in str(e.value)

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['STRATEGIES', 'torchrun', 'tree', 'kill_tree', 'Follower', 'check_several', 'Job', 'Ended', 'Here', 'write_spec',
-           'launch_processes', 'ended']
+           'launch_processes', 'ended', 'starter', 'started_with']
 
 # %% ../../nbs/bench/04_processes.ipynb #1fd8e0f0
 import json, os, pickle, re, signal, subprocess, sys, tempfile, time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from .launch import GRACE, CannotStart, Signals, failed_run, outcome, pack
@@ -33,9 +34,9 @@ def torchrun(nproc:int, # Processes on this machine
             '--shutdown-timeout', '60', '--monitor-interval', '0.1', *more, '-m', 'fastbench.bench.rank', str(spec)]
 
 # %% ../../nbs/bench/04_processes.ipynb #aa7fc61f
-def _environment(nproc):
+def _environment(nproc, threads=None):
     "Cores are shared out; a store that is shared makes restarts fail (7 of 17 went well)"
-    more = dict(OMP_NUM_THREADS=str(max(1, worker_cores()//nproc)), TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1',
+    more = dict(OMP_NUM_THREADS=str(threads or max(1, worker_cores()//nproc)), TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1',
                 PYTHONWARNINGS='ignore', TOKENIZERS_PARALLELISM='false')
     return os.environ | {k: v for k,v in more.items() if k not in os.environ}
 
@@ -96,17 +97,24 @@ def _follow(process, job):
     follow()
 
 # %% ../../nbs/bench/04_processes.ipynb #3eede7e7
-def check_several(nproc, # Processes on a machine
-                  strategy, # How they share the model
-    ):
-    "Refuse what cannot be started"
+def _check(nproc, strategy):
     if nproc < 1: raise UserError(f'nproc={nproc} cannot be: a number of processes, 1 or more')
-    if strategy not in STRATEGIES: raise UserError(unknown('strategy', strategy, STRATEGIES))
+    if strategy is None and nproc > 1:
+        raise UserError(f'{nproc} processes need a strategy: ddp or fsdp')
+    if strategy is not None and strategy not in STRATEGIES: raise UserError(unknown('strategy', strategy, STRATEGIES))
     from importlib.util import find_spec
     if find_spec('accelerate') is None:
         raise UserError("several processes are brought together by Accelerate, which is not there: pip install "
                         "'fastbench[distributed]'")
 
+
+# %% ../../nbs/bench/04_processes.ipynb #96000fe8
+def check_several(recipe # A `Recipe`
+    ):
+    "Refuse what one process has to do alone"
+    if getattr(recipe, 'bs', None) == 'largest':
+        raise UserError("bs='largest' is found in one process: find it first (fastbench find-batch-size), then give "
+                        "the number")
 
 # %% ../../nbs/bench/04_processes.ipynb #4e7f8a75
 class Job:
@@ -119,10 +127,11 @@ class Job:
                  max_restarts=0, # How often all are started anew when one fails
                  show_output=False, # Let through what they print
                  device=None, # On which they train
+                 threads=None, # For each process; None: the cores are shared out
         ):
         self.recipe,self.path,self.spec,self.board = recipe,Path(path),Path(path)/'spec.pkl',Board(path, None)
         self.nproc,self.tell,self.signals,self.device = nproc,tell or (lambda o: None),signals,device
-        self.max_restarts,self.show_output = max_restarts,show_output
+        self.max_restarts,self.show_output,self.threads = max_restarts,show_output,threads
         self.grace = 72 if max_restarts else 12 # seconds from the error of one to the end of all
 
 # %% ../../nbs/bench/04_processes.ipynb #bce98ed3
@@ -142,8 +151,9 @@ class Here:
         said = job.path/'said.txt'
         with open(said, 'wb') as f:
             out = None if job.show_output else f
-            process = subprocess.Popen(torchrun(job.nproc, job.spec, job.max_restarts), env=_environment(job.nproc),
-                                       stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True)
+            process = subprocess.Popen(torchrun(job.nproc, job.spec, job.max_restarts), stdin=subprocess.DEVNULL,
+                                       env=_environment(job.nproc, job.threads), stdout=out, stderr=out,
+                                       start_new_session=True)
             try: _follow(process, job)
             finally: kill_tree(process)
         return said.read_text(errors='replace')
@@ -163,9 +173,10 @@ def launch_processes(recipe, # A `Recipe` or its name, a function that returns a
                      nproc:int, # Processes on each machine
                      folder=FOLDER, # Where its Run is kept
                      tell=None, # Called with a dict now and then: how far it is
-                     strategy='ddp', # How they share the model: 'ddp' or 'fsdp'
+                     strategy='ddp', # How they share the model: 'ddp', 'fsdp'; None: one process by itself
                      timeout:float=1800., # Seconds that a process waits for the others
                      max_restarts:int=0, # How often all are started anew when one fails
+                     threads:int|None=None, # Each computes with so many; None: the cores are shared out
                      offline:bool=False, # Never open a connection
                      repeat:int=0, # Which repeat this is: added to the seed
                      checkpoint_every=None, # Between checkpoints: minutes ('10') or '500steps'; None: none are written
@@ -175,15 +186,16 @@ def launch_processes(recipe, # A `Recipe` or its name, a function that returns a
                      **options, # Of `run_recipe`: device, energy
     )->str: # The file of the Run
     "Train `recipe` in several processes; `Interrupted` after a signal"
-    check_several(nproc, strategy)
+    _check(nproc, strategy)
     recipe,folder,place = get_recipe(recipe),Path(folder).absolute(),place or Here()
     recipe.ready()
+    check_several(recipe)
     check_folder(folder)
     if resume or checkpoint_every is not None:
         options['checkpoints'] = checkpoint_options(recipe, folder, repeat, checkpoint_every, resume)
-    many = dict(world_size=nproc*place.nodes, strategy=strategy)
+    many = dict(world_size=nproc*place.nodes, strategy=strategy or '')
     with place.folder(folder, recipe, repeat) as path, Signals() as signals:
-        job = Job(recipe, path, nproc, tell, signals, max_restarts, show_output, options.get('device'))
+        job = Job(recipe, path, nproc, tell, signals, max_restarts, show_output, options.get('device'), threads)
         write_spec(path, recipe, folder=str(folder), strategy=strategy, timeout=timeout, offline=offline,
                    options=dict(options, repeat=repeat))
         try: said = place.run(job)
@@ -212,3 +224,23 @@ def ended(board, # Of processes that have ended
     line = ' '.join(why['line'].split())
     line = line if line.startswith('process') else f"process {why['rank']}: {line}"
     return failed_run(recipe, repeat, folder, line, traceback=why['traceback'], **many)
+
+# %% ../../nbs/bench/04_processes.ipynb #bd78d057
+def starter(nproc=None, # Processes on this machine; None: one, started without torchrun
+            strategy=None, # How they share the model: 'ddp', 'fsdp'; None: 'ddp'
+            **options # Of `launch_processes`: timeout, max_restarts
+    ): # As `launch`
+    "Who starts a training: `launch`, or `launch_processes` for several"
+    from fastbench.bench.launch import launch
+    if nproc is None and strategy is None: return launch
+    if nproc is None:
+        raise UserError(f'strategy {strategy!r} is how several processes share a model: say how many there are '
+                        '(--nproc 2)')
+    _check(nproc, strategy or 'ddp')
+    return partial(launch_processes, nproc=nproc, strategy=strategy or 'ddp', **options)
+
+def started_with(start # As `starter` gives it
+    )->tuple: # As `world_size` and `strategy` of a Run
+    "How many processes it starts, and how they share the model"
+    told = getattr(start, 'keywords', {})
+    return told.get('nproc', 1)*getattr(told.get('place'), 'nodes', 1),told.get('strategy') or ''

@@ -50,11 +50,6 @@ def _device(asked, local_rank):
     raise UserError(f'process {local_rank} of this machine has no GPU: torch finds {have}. Start {have} '
                     f'(--nproc {have}), or train on the CPU (--device cpu)')
 
-def _fits(recipe):
-    if recipe.bs == 'largest': raise UserError("bs='largest' is found in one process: find it first (fastbench "
-                                               "find-batch-size), then give the number")
-    if recipe.target: raise UserError('a target of accuracy is for one process so far: leave target out')
-
 # %% ../../nbs/bench/05_rank.ipynb #4683d051
 def _checkpoints(options, board):
     "Where they are written, if at all"
@@ -76,7 +71,6 @@ def train_rank(spec:dict, # recipe, folder, strategy, timeout, offline, options
     from fastbench.recipe import as_dict
     kept = _checkpoints(spec['options'], board)
     recipe,device = pickle.loads(spec['recipe']),_device(spec['options'].pop('device', None), local_rank())
-    _fits(recipe)
     join(device or 'cpu', spec['timeout'])
     own = _versions() | dict(recipe=plain(as_dict(recipe)))
     check_same(own, gather(own))
@@ -89,7 +83,7 @@ def train_rank(spec:dict, # recipe, folder, strategy, timeout, offline, options
     run.ranks = gather(of_rank(run, rank()))
     run.status = worst(gather(run.status))
     if world_size() > 1: _without_others(run)
-    run.world_size,run.strategy = world_size(),spec['strategy']
+    run.world_size,run.strategy = world_size(),spec['strategy'] or ''
     if rank(): return 'run',None,run.status
     path = save(run, spec['folder'])
     if kept and run.status in ('ok', 'diverged'): forget_unfinished(kept)

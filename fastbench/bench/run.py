@@ -200,7 +200,9 @@ def _at_rest(state, idle):
 def _train(learn, r, run, tell, stop, device, energy, idle, every=None):
     watch,target = Watch(tell, None if every else stop, partial(glance, device)),r.switches().target
     goal = TimeToAccuracy(target, tell=lambda o: None, whole=True) if target else None
-    learn.profile(flops=bool(goal)).add_cbs([watch] + ([goal] if goal else []) + ([Energy()] if energy else []))
+    alone = not hasattr(learn, 'distributed_trainer')
+    cbs = [watch] + ([goal] if goal else []) + ([Energy()] if energy else [])
+    learn.profile(flops=bool(goal) and alone).add_cbs(cbs)
     before = _at_rest(machine_state(device), idle)
     tell(dict(phase='fit'))
     start = time.perf_counter()

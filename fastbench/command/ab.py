@@ -14,8 +14,8 @@ import typer
 
 from .compare import gate, print_compared
 from ..runs.store import FOLDER
-from .terminal import (say, Anyway, Device, FailAbove, Json, Markdown, Offline, Out, Threshold,
-                                        app, argument, complain, field, flag, names_like, option, progress)
+from .terminal import (say, Anyway, Device, FailAbove, Json, Markdown, Nproc, Offline, Out, Strategy,
+                                        Threshold, app, argument, complain, field, flag, names_like, option, progress)
 
 # %% ../../nbs/command/06_ab.ipynb #97c233a5
 def _time(text):
@@ -45,7 +45,7 @@ def ab(
     anyway:Anyway=False,
     threshold:Threshold=None,
     fail_above:FailAbove=None,
-    device:Device=None,
+    device:Device=None, nproc:Nproc=None, strategy:Strategy=None,
     out:Out=Path(FOLDER),
     offline:Offline=False,
     markdown:Markdown=False,
@@ -55,7 +55,8 @@ def ab(
     from fastbench.compare.ab import open_ab
     changed,same = (dict(map(field, o or ())) for o in (fields, both))
     how = dict(pairs=pairs, budget=budget, early=not all_pairs, threshold=.01 if threshold is None else threshold)
-    how |= dict(both=same, python=python or (), on=on or (), anyway=anyway, folder=out, device=device, offline=offline)
+    how |= dict(both=same, python=python or (), on=on or (), anyway=anyway, folder=out, device=device, offline=offline,
+               nproc=nproc, strategy=strategy)
     with open_ab(a, b, against, changed, **how) as trial: code = _measure(trial)
     if not trial.a: raise typer.Exit(code)
     c = trial.result()

@@ -15,8 +15,8 @@ import typer
 from ..errors import UserError
 from ..recipe import Rung, ladders
 from ..runs.store import FOLDER, check_folder, load
-from .terminal import (Device, Json, LabelCol, Markdown, Offline, Out, Precision, TextCol, Valid,
-                                        app, argument, draw, field, given, held_out, option, run_all)
+from .terminal import (Device, Json, LabelCol, Markdown, Nproc, Offline, Out, Precision, Strategy,
+                                        TextCol, Valid, app, argument, draw, field, given, held_out, option, run_all)
 
 # %% ../../nbs/command/04_ladder.ipynb #d6051b4e
 def _rung(text):
@@ -42,7 +42,7 @@ def ladder(
     sample:option(float, 'Share of the data, above 0, up to 1.')=None,
     size:option(int, 'Side of an image in pixels.', min=1)=None,
     epochs:option(int, 'Epochs of all rungs, at most.', min=1)=None,
-    device:Device=None,
+    device:Device=None, nproc:Nproc=None, strategy:Strategy=None,
     out:Out=Path(FOLDER),
     plot:option(Path, 'Write the picture here, as PNG or SVG.')=None,
     markdown:Markdown=False,
@@ -50,13 +50,15 @@ def ladder(
     as_json:Json=False,
 ):
     "Train the rungs of a ladder to its target, and say what each gained."
+    from fastbench.bench.processes import starter
     from fastbench.compare.ladder import LadderTable, ladder_recipes
     changes = given(dict(target=target, precision=precision and precision.value, data=data, valid=held_out(valid),
                          label_col=label_col, text_col=text_col, sample=sample, size=size, epochs=epochs))
     only = [_rung(o) for o in made] if made else rungs and [o.strip() for o in rungs.split(',')]
     which,todo = ladder_recipes(name, only, **changes)
+    start = starter(nproc, strategy)
     check_folder(out)
-    paths,code = run_all(todo, repeats, out, shuffle=True, device=device, offline=offline)
+    paths,code = run_all(todo, repeats, out, shuffle=True, start=start, device=device, offline=offline)
     kept = [load(o) for o in paths]
     climb = LadderTable(which, kept)
     if as_json: print(climb.to_json())

@@ -6,26 +6,22 @@
 __all__ = ['launch']
 
 # %% ../../nbs/command/10_launch.ipynb #372ef506
-from functools import partial
 from pathlib import Path
 
 import typer
 
 from .terminal import (
-    CheckpointInterval, Device, Json, Offline, Out, Resume, ShowOutput, app, argument, field, full, given, names_like,
-    option, print_json, print_runs, run_all)
+    CheckpointInterval, Device, Json, Nproc, Offline, Out, Resume, ShowOutput, Strategy, app, argument, field, full,
+    given, names_like, option, print_json, print_runs, run_all)
 from ..recipe import but, get_recipe
 from ..runs.store import FOLDER, check_folder, load
 
 # %% ../../nbs/command/10_launch.ipynb #53c0c7b1
-_strategy = 'How they share the model: ddp (whole weights in each), fsdp (a part of each weight).'
-
 @app.command()
 def launch(
     name:argument(str, 'What to train; FILE.py or FILE.py:NAME for a function of your own.', metavar='RECIPE|FILE.py',
                   autocompletion=names_like),
-    nproc:option(int, 'Processes on this machine.', '--nproc', min=1)=2,
-    strategy:option(str, _strategy, metavar='ddp|fsdp')='ddp',
+    nproc:Nproc=2, strategy:Strategy='ddp',
     repeats:option(int, 'Runs, with seeds one apart.', min=1)=1,
     timeout:option(float, 'Seconds that a process waits for the others before it gives up.', min=1)=1800.,
     max_restarts:option(int, 'How often all are started anew when one fails.', min=0)=0,
@@ -38,8 +34,8 @@ def launch(
     "Train in several processes of this machine, and keep one Run."
     recipe = but(get_recipe(name), **dict(map(field, fields or ())))
     check_folder(out)
-    from fastbench.bench.processes import launch_processes
-    start = partial(launch_processes, nproc=nproc, strategy=strategy, timeout=timeout, max_restarts=max_restarts)
+    from fastbench.bench.processes import starter
+    start = starter(nproc, strategy, timeout=timeout, max_restarts=max_restarts)
     more = given(dict(resume=resume or None, checkpoint_every=checkpoint_every))
     paths,code = run_all([recipe], repeats, out, start=start, device=device, show_output=show_output, offline=offline,
                          **more)

@@ -16,9 +16,10 @@ from ..errors import UserError
 from ..own.suite import is_suite_file, read_suite
 from ..recipe import but, expand, get_recipe, suites
 from ..runs.store import FOLDER, check_folder, load
-from .terminal import (
-    AtPrecision, CheckpointInterval, Device, Json, LabelCol, Offline, Out, Resume, ShowOutput, TextCol, Valid, app,
-    argument, draw, field, flag, full, given, held_out, names_like, option, print_json, print_runs, run_all, samples)
+from fastbench.command.terminal import (
+    AtPrecision, CheckpointInterval, Device, Json, LabelCol, Nproc, Offline, Out, Resume, ShowOutput, Strategy, TextCol,
+    Valid, app, argument, draw, field, flag, full, given, held_out, names_like, option, print_json, print_runs, run_all,
+    samples)
 
 # %% ../../nbs/command/01_train.ipynb #799cdf15
 _names_help = ('What to run; FILE.py or FILE.py:NAME for a function of your own, FILE.toml for a suite; '
@@ -36,7 +37,7 @@ def run(
     sample:option(float, 'Share of the data, above 0, up to 1.')=None,
     epochs:option(int, 'Epochs.', min=1)=None,
     batches:option(int, 'Training batches an epoch, at most.', min=1)=None,
-    device:Device=None,
+    device:Device=None, nproc:Nproc=None, strategy:Strategy=None,
     data:option(str, 'Data source, or a path; `auto` may fall back to an embedded one, and says so.')=None,
     valid:Valid=None, label_col:LabelCol=None, text_col:TextCol=None,
     workers:option(int, 'Loader processes.', min=0)=None,
@@ -45,26 +46,33 @@ def run(
     out:Out=Path(FOLDER),
     plot:option(Path, "Write the picture of the suite's table here, as PNG or SVG.")=None,
     energy:flag('Count joules of each epoch, where the machine can; needs the extra `energy`.', '--energy')=False,
-    checkpoint_every:CheckpointInterval=None, resume:Resume=False,
-    show_output:ShowOutput=False, offline:Offline=False, as_json:Json=False,
+    checkpoint_every:CheckpointInterval=None, resume:Resume=False, show_output:ShowOutput=False,
+    offline:Offline=False, as_json:Json=False,
 ):
     "Train, measure, and keep a Run of each training."
     names = [read_suite(o) if is_suite_file(o) else o for o in names or ['quick']]
-    shown = _one_plot(names, plot)
+    shown,refused = _one_plot(names, plot),{}
     changes = given(dict(precision=precision and precision.value, bs=batch_size, memory=memory, sample=sample,
                          epochs=epochs, batches=batches, data=data, valid=held_out(valid), label_col=label_col,
                          text_col=text_col, workers=workers, seed=seed))
     todo = [o for name in names for o in _variants(name, changes | dict(map(field, fields or ())))]
     check_folder(out)
-    refused = {}
     more = given(dict(show_output=show_output or None, resume=resume or None, checkpoint_every=checkpoint_every))
-    paths,code = run_all(todo, repeats, out, refused, device=device, offline=offline, energy=energy, **more)
+    more |= dict(device=device, offline=offline, energy=energy, start=_starter(nproc, strategy, more))
+    paths,code = run_all(todo, repeats, out, refused, **more)
     kept = [load(o) for o in paths]
     if as_json: print_json([full(o) for o in kept])
     else: print_runs(kept, repeats)
     if kept or refused:
         for o in shown: _suite(o, kept, refused, plot, as_json)
     raise typer.Exit(code or (4 if any(o.status != 'ok' for o in kept) else 0))
+
+# %% ../../nbs/command/01_train.ipynb #8096685b
+def _starter(nproc, strategy, more):
+    from fastbench.bench.processes import starter
+    if nproc is not None and ('resume' in more or 'checkpoint_every' in more):
+        raise UserError('--checkpoint-every and --resume are for one process so far: leave out --nproc, or them')
+    return starter(nproc, strategy)
 
 # %% ../../nbs/command/01_train.ipynb #a19dea57
 def _one_plot(names, plot):

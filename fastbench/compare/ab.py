@@ -18,6 +18,7 @@ from fastcore.basics import patch
 
 from .runs import Compared
 from ..bench.launch import Interrupted, Signals, launch
+from ..bench.processes import starter
 from ..errors import UserError
 from ..own.kind import other_source
 from ..own.source import origin
@@ -89,9 +90,9 @@ def interpreter(python # A Python, the folder of a virtual environment, or a fol
 _CODE = ('import sys; sys.path[:] = [o for o in sys.path if o]; '  # nothing from the current folder
          'from fastbench.cli import main; main()')
 
-def _command(python, recipe, changes, folder, repeat, device, offline):
+def _command(python, recipe, changes, folder, repeat, offline, **options):
     exe,path = interpreter(python)
-    opts = {'--out': folder, '--seed': recipe.seed+repeat, '--device': device}
+    opts = {'--out': folder, '--seed': recipe.seed+repeat} | {f'--{k}': v for k,v in options.items()}
     given = [str(x) for k,v in opts.items() if v is not None for x in (k, v)]
     fields = [x for k,v in changes.items() if k != 'seed' for x in ('--set', f'{k}={v!r}')]
     cmd = [exe, '-c', _CODE, 'run', recipe.ref, '--json', *['--offline']*bool(offline), *given, *fields]
@@ -127,11 +128,14 @@ def launch_with(python, # As in `interpreter`
                 offline:bool=False, # Never open a connection
                 repeat:int=0, # Added to the seed
                 device=None, # Where
+                nproc=None, # Processes that train together; None: one
+                strategy=None, # How they share the model
     )->str: # The file of the Run
     "`launch` by another Python's fastbench"
     fields = as_dict(recipe, paths=True)
     changes = {k: fields[k] for k in _differing(get_recipe(recipe.ref), recipe) if k in fields}
-    cmd,env = _command(python, recipe, changes, Path(folder).absolute(), repeat, device, offline)
+    cmd,env = _command(python, recipe, changes, Path(folder).absolute(), repeat, offline, device=device, nproc=nproc,
+                       strategy=strategy)
     if tell: tell(dict(phase='data'))
     with Signals() as signals: code,out,err = _wait(subprocess.Popen(cmd, env=env, **_captured), signals)
     path = _path_in(out)
@@ -235,6 +239,8 @@ def _pythons(python):
 
 def start_ab(a, b, changes, both, python, on, anyway, folder, device, offline,
              other=None, # A's `Source`, where it is another commit of B's
+             nproc=None, # Processes that train together; None: one
+             strategy=None, # How they share the model
              **options): # as for `ab`; changes: fields of B that differ
     "An `AB` that is ready to be measured"
     python = _pythons(python)
@@ -247,7 +253,9 @@ def start_ab(a, b, changes, both, python, on, anyway, folder, device, offline,
                         'how much this machine varies: `fastbench doctor`')
     for o in python: interpreter(o)
     check_folder(folder)
-    run = [partial(o, device=device, offline=offline) for o in [partial(launch_with, o) for o in python] or [launch]*2]
+    start,many = starter(nproc, strategy),dict(nproc=nproc, strategy=strategy)
+    run = [partial(launch_with, o, **many) for o in python] or [start]*2
+    run = [partial(o, device=device, offline=offline) for o in run]
     on = [*meant, *([on] if isinstance(on, str) else on)]
     return AB(ra, rb, run=run, folder=folder, on=on, anyway=anyway, **options)
 
@@ -298,6 +306,8 @@ def ab(a, # A recipe or its name, a function that returns a Learner or its name
        folder=FOLDER, # Where the Runs are kept
        device=None, # Where; fastai's default device if None
        offline:bool=False, # Never open a connection
+       nproc=None, # Processes of this machine that train together; None: one
+       strategy=None, # How they share the model: 'ddp', 'fsdp'
        tell=None, # Called with a dict now and then
        against:str|None=None, # A is the function at this commit, B as it is
        changes:dict|None=None, # Fields of B
@@ -305,7 +315,7 @@ def ab(a, # A recipe or its name, a function that returns a Learner or its name
     )->Compared: # rows, notes, `plot`; raises `NotComparable`, `RunFailed`, `Interrupted`
     "Train A and B in turns: which is faster?"
     how = dict(both=both, python=python, on=on, anyway=anyway, folder=folder, device=device, offline=offline,
-               pairs=pairs, budget=budget, early=early, threshold=threshold, tell=tell)
+               pairs=pairs, budget=budget, early=early, threshold=threshold, tell=tell, nproc=nproc, strategy=strategy)
     with open_ab(a, b, against, {**(changes or {}), **more}, **how) as trial:
         trial.warm_up()
         while not trial.over: trial.measure()

@@ -59,6 +59,7 @@ class NotComparable(UserError):
 # A name is no work; repeats differ in their seeds; of the others counts what was in effect
 _left_out = ('name', 'about', 'seed', 'memory', 'data', 'precision')
 _named = 'valid', 'text_col', 'label_col'  # names in data of one's own: what they name is in the fingerprint
+_of_launch = tuple(f'variables.{o}' for o in ('WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'RANK', 'LOCAL_RANK'))  # = world_size
 _of_data = ('version', 'fingerprint', 'fallback', 'synthetic', 'n_train', 'n_valid')
 _listed = ('os', 'kernel', 'machine', 'host', 'python', 'implementation', 'cpu', 'cores', 'memory', 'versions', 'git',
            'torch')
@@ -78,10 +79,11 @@ def work(run:Run, # What ran
     name = run.data.get('name') or rec['data']
     own = str(name).startswith('own:') and run.data.get('fingerprint')  # what it is, not what its folder is called
     must |= dict(data='own' if own else name, precision=run.precision.get('effective') or rec['precision'],
-                 weights=run.weights.split(', seed ')[0])
+                 weights=run.weights.split(', seed ')[0],
+                 world_size=run.world_size or 1, strategy=run.strategy or 'none')
     if own: must |= {k: 'as told' for k in _named if isinstance(must.get(k, 0), (str, type(None)))}
     must |= {f'data.{k}': run.data[k] for k in _of_data if k in run.data}
-    must |= {k: v for k,v in env.items() if k.split('.')[0] not in _listed}
+    must |= {k: v for k,v in env.items() if k.split('.')[0] not in _listed and k not in _of_launch}
     listed = {f'{o}.{k}': v for o in ('device', 'source') for k,v in getattr(run, o).items()}
     if own: listed['data.name'] = name
     return must,listed | {k: v for k,v in env.items() if k.split('.')[0] in _listed}

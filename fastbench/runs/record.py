@@ -264,6 +264,12 @@ def table(self:Run): # A `Table`, without rows if nothing was measured or the Ru
     p = None if self.status == 'diverged' else self.phases
     return Table(p.rows, self.title, p.notes) if p else Table([], self.title)
 
+# %% ../../nbs/runs/01_record.ipynb #53c228a6
+@patch(as_prop=True)
+def processes(self:Run)->tuple: # (1, '') where one process trained by itself
+    "How many processes trained together, and their strategy"
+    return self.world_size or 1,self.strategy
+
 # %% ../../nbs/runs/01_record.ipynb #346b797c
 @patch(as_prop=True)
 def headline(self:Run)->str: # status, seconds, metrics

@@ -8,6 +8,7 @@ from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
+from fastai.metrics import accuracy
 from torch import nn
 
 
@@ -35,4 +36,4 @@ def make(what: str = '', epochs: int = 1, lr: float = .1):
     torch.manual_seed(0)
     items = [(torch.randn(8), i % 2) for i in range(128)]
     dls = DataLoaders(DataLoader(items, bs=4), DataLoader(items[:16], bs=4))
-    return Learner(dls, nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), cbs=Trouble(what), lr=lr)
+    return Learner(dls, nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), metrics=accuracy, cbs=Trouble(what), lr=lr)
