@@ -242,8 +242,10 @@ def _resumed(run, every):
     run.resumed,run.seconds = dict(steps=every.resumed, seconds=every.seconds),None
     if run.goal: run.goal |= dict(seconds=None, total_seconds=None)
     steps = ', '.join(map(str, every.resumed))
-    run.warnings.append(f'the training was interrupted and went on at step {steps}: losses and metrics are those of '
-                        'one that was not, times are of its last part alone and no timing')
+    exact = ('the order of samples changed with the number of processes' if every.moved else
+             'losses and metrics are those of one that was not')
+    run.warnings.append(f'the training was interrupted and went on at step {steps}: {exact}, times are of its last '
+                        'part alone and no timing')
 
 
 # %% ../../nbs/bench/02_run.ipynb #afff5e48

@@ -53,6 +53,7 @@ class CheckpointEvery(Callback):
         self._last,self._way,self._signal,self._old,self._valid,self._step_end = None,None,None,{},None,None
         self._claim = None
         self.stopped,self.resumed,self.seconds,self.failed = False,[],0.,[]
+        self.moved = False  # was it ever gone on with in another number of processes?
 
     def state_dict(self): return {}
     def load_state_dict(self, state): # Of `state_dict`, empty
@@ -153,6 +154,7 @@ def _go_on(self:CheckpointEvery, header, path):
     self._saved = header['epoch'],header['stage'],header['steps']
     self.resumed = [*self.resumed, header['train_iter']]
     self._say(f"going on from {path}: epoch {header['epoch']}, after {header['steps']} of its steps")
+    self.moved = is_elsewhere(header) or header.get('moved', False)
     if not is_elsewhere(header): return
     n = header.get('world_size', 1)
     self._say(f"it was written by {n} process{'es'*(n > 1)} and goes on in {world_size()}: weights, optimizer, "
@@ -238,7 +240,7 @@ def _header(self:CheckpointEvery, **place):
                 seconds=self.seconds + time.perf_counter() - self._began, resumed=self.resumed,
                 written=datetime.now(timezone.utc).isoformat(timespec='seconds'),
                 fastbench=fastbench.__version__, torch=str(torch.__version__),
-                sharded=mesh_of(learn.model) is not None, tied=tied_weights(get_model(learn.model)),
+                moved=self.moved, sharded=mesh_of(learn.model) is not None, tied=tied_weights(get_model(learn.model)),
                 made_of=self._made_of)
 
 @patch
