@@ -90,16 +90,17 @@ from fastbench.bench.slurm import Slurm
 from fastbench.recipe import get_recipe
 from fastbench.runs.store import load
 def tell(o): print(o['phase'], o.get('line', ''), flush=True)
-try: path = launch_processes(get_recipe(sys.argv[1], what='slow'), 1, sys.argv[2], tell, place=Slurm(nodes=2), device='cpu')
+more = dict(checkpoint_every='4steps') if sys.argv[3:] else {}
+try: path = launch_processes(get_recipe(sys.argv[1], what='slow'), 1, sys.argv[2], tell, place=Slurm(nodes=2, goes_on=bool(more)), device='cpu', **more)
 except Interrupted as e: print('interrupted', e.path, load(e.path).status if e.path else '', flush=True)
-else: print('kept', load(path).status, load(path).error, flush=True)
+else: print('kept', load(path).status, load(path).error, flush=True); print('file', path, flush=True)
 '''
 
 
 @pytest.fixture
-def beside(slurm, tmp_path):
+def beside(slurm, tmp_path, request):
     "A job that takes a while, followed by another process"
-    p = subprocess.Popen([sys.executable, '-c', SCRIPT, TROUBLE, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    p = subprocess.Popen([sys.executable, '-c', SCRIPT, TROUBLE, tmp_path, *getattr(request, 'param', ())], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said = []
     def until(*words):
         while line := p.stdout.readline():
@@ -131,12 +132,26 @@ def test_a_cancelled_job_stays_cancelled(beside):
     assert not jobs()
 
 
-def test_a_preempted_job_is_put_back_and_ends_well(beside, slurm):
-    beside.until('train')
+@pytest.mark.parametrize('beside', [['checkpoints']], indirect=True)
+def test_a_preempted_job_goes_on_from_its_checkpoint_exactly(beside, slurm, tmp_path):
+    preempt(beside)
+    run = load(beside.until('file').split(' ', 1)[1])
+    assert run.status == 'ok' and run.resumed['steps'][0] > 2
+    whole = launched(tmp_path/'whole', 'slow')
+    for k in ('train_loss', 'valid_loss'): assert run.epochs[-1][k] == pytest.approx(whole.epochs[-1][k], rel=1e-6)
+    assert not whole.resumed
+
+
+def test_a_preempted_job_without_checkpoints_begins_anew(beside, slurm):
+    preempt(beside)
+    assert beside.until('kept').startswith('kept ok')
+
+
+def preempt(beside):
+    for _ in range(4): beside.until('train')
     subprocess.run(['sbatch', '--partition=high', '--nodes=2', '--output=/dev/null', '--wrap', 'sleep 2'], check=True, stdout=subprocess.DEVNULL)
     assert 'goes back into the queue' in beside.until('note a job of higher priority')
     beside.until('waits: ')
-    assert beside.until('kept').startswith('kept ok')
 
 
 OWN = '''

@@ -116,6 +116,15 @@ class Hosts:
         if not self.names or len({*self.names}) < len(names):
             raise UserError(f"hosts={','.join(names)} cannot be: names of machines, each once")
 
+    def script(self, recipe, # A `Recipe` or its name
+               nproc, # Processes on each machine
+               runs='.', # Folder of Runs
+               max_restarts=0, # How often all are started anew when one fails
+               **options): # device: not needed
+        "What is run on each machine; nothing is written"
+        spec = Path(runs).absolute()/'.hosts-1'/'spec.pkl'
+        return '\n'.join(map(shlex.join, commands(self.names, nproc, spec, self.port, max_restarts)))
+
     @contextmanager
     def folder(self, runs, recipe, repeat): # runs: folder of Runs, which all share; recipe, repeat: not needed
         "For the board"
@@ -126,7 +135,7 @@ class Hosts:
 
 # %% ../../nbs/bench/08_hosts.ipynb #93899d0c
 @patch
-def run(self:Hosts, job # A `Job` of `launch_processes`
+def run(self:Hosts, job # A `Launch` of `launch_processes`
     )->str: # What torchrun printed
     "Start the processes, and wait until they have ended"
     check_hosts(self.names, [sys.executable, os.getcwd(), job.spec])

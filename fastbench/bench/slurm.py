@@ -228,7 +228,7 @@ def folder(self:Slurm, runs, recipe, repeat): # runs: folder of Runs; recipe: wh
 
 # %% ../../nbs/bench/07_slurm.ipynb #c9666028
 @patch
-def run(self:Slurm, job # A `Job` of `launch_processes`
+def run(self:Slurm, job # A `Launch` of `launch_processes`
     )->str: # What its processes and torchrun printed
     "Submit the script, and follow the job to its end"
     file,said = job.path/'job.sh',job.path/'said.txt'

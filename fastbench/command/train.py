@@ -57,8 +57,9 @@ def run(
                          text_col=text_col, workers=workers, seed=seed))
     todo = [o for name in names for o in _variants(name, changes | dict(map(field, fields or ())))]
     check_folder(out)
+    from fastbench.bench.processes import starter
     more = given(dict(show_output=show_output or None, resume=resume or None, checkpoint_every=checkpoint_every))
-    more |= dict(device=device, offline=offline, energy=energy, start=_starter(nproc, strategy, more))
+    more |= dict(device=device, offline=offline, energy=energy, start=starter(nproc, strategy))
     paths,code = run_all(todo, repeats, out, refused, **more)
     kept = [load(o) for o in paths]
     if as_json: print_json([full(o) for o in kept])
@@ -66,13 +67,6 @@ def run(
     if kept or refused:
         for o in shown: _suite(o, kept, refused, plot, as_json)
     raise typer.Exit(code or (4 if any(o.status != 'ok' for o in kept) else 0))
-
-# %% ../../nbs/command/01_train.ipynb #8096685b
-def _starter(nproc, strategy, more):
-    from fastbench.bench.processes import starter
-    if nproc is not None and ('resume' in more or 'checkpoint_every' in more):
-        raise UserError('--checkpoint-every and --resume are for one process so far: leave out --nproc, or them')
-    return starter(nproc, strategy)
 
 # %% ../../nbs/command/01_train.ipynb #a19dea57
 def _one_plot(names, plot):
