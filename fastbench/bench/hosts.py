@@ -126,7 +126,7 @@ class Hosts:
         return '\n'.join(map(shlex.join, commands(self.names, nproc, spec, self.port, max_restarts)))
 
     @contextmanager
-    def folder(self, runs, recipe, repeat): # runs: folder of Runs, which all share; recipe, repeat: not needed
+    def folder(self, runs, recipe, repeat): # runs: folder of Runs, which all share; recipe: not needed; repeat: not needed
         "For the board"
         runs.mkdir(parents=True, exist_ok=True)
         path = Path(mkdtemp(prefix='.hosts-', dir=runs))

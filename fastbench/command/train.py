@@ -64,8 +64,7 @@ def run(
     kept = [load(o) for o in paths]
     if as_json: print_json([full(o) for o in kept])
     else: print_runs(kept, repeats)
-    if kept or refused:
-        for o in shown: _suite(o, kept, refused, plot, as_json)
+    for o in shown if kept or refused else (): _suite(o, kept, refused, plot, as_json)
     raise typer.Exit(code or (4 if any(o.status != 'ok' for o in kept) else 0))
 
 # %% ../../nbs/command/01_train.ipynb #a19dea57
