@@ -126,7 +126,9 @@ class Hosts:
         return '\n'.join(map(shlex.join, commands(self.names, nproc, spec, self.port, max_restarts)))
 
     @contextmanager
-    def folder(self, runs, recipe, repeat): # runs: folder of Runs, which all share; recipe: not needed; repeat: not needed
+    def folder(self, runs, # Of Runs, which all share
+               recipe=None, # Not needed
+               repeat=0): # Not needed
         "For the board"
         runs.mkdir(parents=True, exist_ok=True)
         path = Path(mkdtemp(prefix='.hosts-', dir=runs))
