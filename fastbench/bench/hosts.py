@@ -40,6 +40,7 @@ def _answer(host, needs):
     if p.returncode == 9: return f'{host} has no {said[0]}: are environment and folder shared by all machines?'
     return f'{host} does not answer: ssh says {said[-1].strip()}. `ssh {host} true` has to work without a password'
 
+# %% ../../nbs/bench/08_hosts.ipynb #e3500c0a
 def check_hosts(hosts:list, # Names or addresses
                 needs:list, # Paths that each has to see
     ):
@@ -151,6 +152,7 @@ def run(self:Hosts, job # A `Launch` of `launch_processes`
     self._check_lost(run, job)
     return '\n'.join(o.read_text(errors='replace') for o in said)
 
+# %% ../../nbs/bench/08_hosts.ipynb #c232b558
 @patch
 def _check_lost(self:Hosts, run, job):
     i,quiet = run.lost(),not job.board.of_all('error') and not job.board.of_all('result').get(0)

@@ -36,6 +36,7 @@ def _trains(process):
     "Does anything run below torchrun?"
     return len(tree(process)) > 1
 
+# %% ../../nbs/bench/06_node.ipynb #198a0e44
 def _watch(process, board, grace):
     seen = None # when something ran below it last
     while process.poll() is None:

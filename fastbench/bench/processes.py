@@ -57,6 +57,7 @@ def tree(process # With a `pid`
         return [*p.children(recursive=True), p]
     return []
 
+# %% ../../nbs/bench/04_processes.ipynb #5f755e87
 def kill_tree(process): # Of subprocess
     "Nothing is left running"
     import psutil
@@ -138,6 +139,7 @@ class Launch:
 class Ended(Exception):
     "Processes were ended by whoever gave them their place"
 
+# %% ../../nbs/bench/04_processes.ipynb #79f77ce2
 class Here:
     "This machine"
     nodes = 1
@@ -246,6 +248,7 @@ def starter(nproc=None, # Processes on this machine; None: one, started without 
     _check(nproc, strategy or 'ddp')
     return partial(launch_processes, nproc=nproc, strategy=strategy or 'ddp', **options)
 
+# %% ../../nbs/bench/04_processes.ipynb #caf98968
 def started_with(start # As `starter` gives it
     )->tuple: # As `world_size` and `strategy` of a Run
     "How many processes it starts, and how they share the model"

@@ -173,6 +173,7 @@ _WHY = dict(TIMEOUT='had used up its time: ask for more (--time), or for checkpo
             OUT_OF_MEMORY='was out of memory: ask for more (--sbatch mem=64G)', DEADLINE='was past its deadline',
             BOOT_FAIL='had a machine that did not start')
 
+# %% ../../nbs/bench/07_slurm.ipynb #926c8e61
 def _why(job, board, notes, folder):
     "What Slurm alone knows; None: the processes know better"
     if board.of_all('error') or board.of_all('result').get(0): return
@@ -190,6 +191,7 @@ def _job_folder(runs, recipe, repeat=0):
     name = re.sub(r'[^\w.-]+', '_', recipe.name)
     return Path(runs).absolute()/'slurm'/f'{name}-{at}-{repeat}'
 
+# %% ../../nbs/bench/07_slurm.ipynb #f9fe4cd8
 class Slurm:
     "Machines that Slurm gives: the `place` of `launch_processes`"
     def __init__(self, nodes:int=1, # Machines
@@ -218,6 +220,7 @@ def script(self:Slurm, recipe, # A `Recipe` or its name
     return slurm_script(recipe.name, path or _job_folder(runs, recipe), self.nodes, nproc, max_restarts,
                         self.goes_on, self.told, gpus=gpus, **self.asks)
 
+# %% ../../nbs/bench/07_slurm.ipynb #1301c42b
 @patch
 @contextmanager
 def folder(self:Slurm, runs, recipe, repeat): # runs: folder of Runs; recipe: what is trained; repeat: which repeat

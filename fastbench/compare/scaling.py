@@ -69,6 +69,7 @@ def global_rate(run # A `Run`
     each = [r.get('samples_per_second') for r in run.ranks] or [run.figures.rate]
     return sum(each) if all(each) else None
 
+# %% ../../nbs/compare/09_scaling.ipynb #d574f76f
 def efficiency(base:list, # `Run`s of one process
                runs:list, # `Run`s of several
     )->dict: # ratio, low, high, paired; {} where there is nothing to compare
@@ -92,6 +93,7 @@ def scaling_kind(runs:list, # `Run`s
     raise NotComparable(f'neither weak nor strong scaling: batches of {each}. Give all processes the same batch, or '
                         'all steps')
 
+# %% ../../nbs/compare/09_scaling.ipynb #b6f3141a
 def _check_same(base, runs, kind):
     on = ('world_size', 'strategy', *['bs']*(kind == 'strong'))
     if not base or not runs: return
@@ -110,6 +112,7 @@ def _row(processes, runs, base):
                 speedup=got and n*got['ratio'] or None, efficiency=got.get('ratio'), low=got.get('low'),
                 high=got.get('high'), paired=got.get('paired'))
 
+# %% ../../nbs/compare/09_scaling.ipynb #d5dd09dd
 def scaling_rows(runs:list # `Run`s of one recipe
     )->list: # A dict for each number of processes; efficiency with low and high, shares
     "What several processes gained"
@@ -127,6 +130,7 @@ _columns = [('processes', 'processes', str), ('strategy', 'strategy', str), ('bs
             ('device_samples_per_second', 'per-device samples/s', rate), ('speedup', 'speed-up', '{:.2f}x'.format),
             ('efficiency', 'efficiency', _share), ('interval', '95% interval', str)]
 
+# %% ../../nbs/compare/09_scaling.ipynb #6a20c412
 class ScalingTable(Table):
     "What several processes gained, against one"
     columns,left = _columns,2
@@ -175,6 +179,7 @@ def _about(self:ScalingTable):
     few = min((n for n in map(_steps, self.runs) if n), default=None)
     if few and few < 20: yield f'only {few} steps were timed in the shortest Run: more epochs make it surer'
 
+# %% ../../nbs/compare/09_scaling.ipynb #4bcdfe46
 @patch
 def _trouble(self:ScalingTable):
     "What failed, and what spoils a figure"
@@ -194,6 +199,7 @@ def _points(ax, strategy, rows):
         if r['low']: ax.plot([x, x], [x*r['low'], x*r['high']], color='black', lw=1.5, zorder=3)
         ax.annotate(f"{r['efficiency']:.0%}", (x, y), xytext=(8, -12), textcoords='offset points', fontsize=9)
 
+# %% ../../nbs/compare/09_scaling.ipynb #9f50bd08
 def plot_scaling(table:ScalingTable, # What to draw
                  ax=None, # matplotlib axes; made if None
     ): # The axes

@@ -27,6 +27,7 @@ def world_size(
     "How many processes train together"
     return dist.get_world_size() if is_joined() else max(1, int(os.environ.get('WORLD_SIZE') or 1))
 
+# %% ../../nbs/machine/06_group.ipynb #05b81eae
 def rank(
     )->int: # From 0 to `world_size()-1`
     "The number of this process among all"
@@ -63,6 +64,7 @@ def _first_host(nodes):
         raise UserError(f'srun has started this process, but scontrol does not say where the first one is ({nodes}): '
                         'set MASTER_ADDR') from None
 
+# %% ../../nbs/machine/06_group.ipynb #e452d64e
 def of_srun(
     )->dict: # Empty where this process is none of several that srun has started
     "What Slurm says in its own words, in those of everybody else"
@@ -96,6 +98,7 @@ def join(device='cpu', # Where the processes train: 'cpu', 'cuda'
     dist.init_process_group(backend, **kw)
     return True
 
+# %% ../../nbs/machine/06_group.ipynb #de8dfb05
 def leave():
     "Take `join` back"
     if is_joined(): dist.destroy_process_group()
@@ -108,6 +111,7 @@ def _put_back(was):
         if v is None: os.environ.pop(k, None)
         else: os.environ[k] = v
 
+# %% ../../nbs/machine/06_group.ipynb #af0abd84
 @contextmanager
 def environment_of_group():
     "The group's numbers in the environment, where it does not have them"
@@ -128,6 +132,7 @@ def host_group(
         _beside.update(of=dist.group.WORLD, group=dist.new_group(backend='gloo'))
     return _beside['group']
 
+# %% ../../nbs/machine/06_group.ipynb #17706c41
 def _check_joined():
     if not is_joined():
         raise UserError(f'{world_size()} processes are to train together (WORLD_SIZE), but are not joined yet: '
@@ -142,6 +147,7 @@ def barrier(timeout=None # Seconds; None: as long as the group waits
     if timeout is None: dist.barrier(host_group())
     else: dist.monitored_barrier(host_group(), timeout=timedelta(seconds=timeout))
 
+# %% ../../nbs/machine/06_group.ipynb #3d555d08
 def broadcast(o, # An object, used where it comes from
               source:int=0, # The rank that it comes from
     ): # A copy of it
@@ -176,6 +182,7 @@ def start_sum(values # Numbers, or a tensor, which is added in place
         return t
     return done
 
+# %% ../../nbs/machine/06_group.ipynb #fcafd747
 def sum_over_ranks(values # Numbers, or a tensor
     )->torch.Tensor: # As for `start_sum`
     "Sums over all processes, on each"
@@ -192,6 +199,7 @@ def max_over_ranks(n # A number of this process, or several
     dist.all_reduce(t, dist.ReduceOp.MAX, group=host_group())
     return t.tolist() if several else t.item()
 
+# %% ../../nbs/machine/06_group.ipynb #f9f7a262
 def any_rank(flag # Of this process
     )->bool:
     "Is a flag up on any process?"
@@ -216,6 +224,7 @@ class OtherFailed(UserError):
                          'why')
         self.rank,self.why,self.kind = rank,why,kind
 
+# %% ../../nbs/machine/06_group.ipynb #cec86f79
 def _in_words(e): return str(e),'OSError' if isinstance(e, OSError) else type(e).__name__
 
 def all_or_none(f # Without arguments; each process calls its own

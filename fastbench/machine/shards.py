@@ -25,6 +25,7 @@ def is_part(t # Anything
     "Is it a tensor that several processes hold a part of?"
     return isinstance(t, DTensor)
 
+# %% ../../nbs/machine/07_shards.ipynb #c3c042b1
 def whole(o, # Anything that `state_dict` gives
           keep=True # Keep the tensors in this process? All take part, also those that do not keep them
     ): # The same with whole tensors on the CPU; empty ones where they are not kept
@@ -44,6 +45,7 @@ def part_of(v, # Anything; a whole tensor, the same on all processes, is cut
     if isinstance(v, DTensor) or v.shape != p.shape: return v
     return distribute_tensor(v.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
 
+# %% ../../nbs/machine/07_shards.ipynb #2fcdac05
 def parts_of(state:dict, # Whole, as an optimizer's `state_dict`
              params # Weights of the model, in the optimizer's order
     )->dict: # For its `load_state_dict`
@@ -67,6 +69,7 @@ def take_parts(o, # Dicts, lists and tuples with tensors in them
     if isinstance(o, (list, tuple)): return type(o)(take_parts(v, found, f'{place}/{i}') for i,v in enumerate(o))
     return o
 
+# %% ../../nbs/machine/07_shards.ipynb #e7fea83b
 def put_parts(o, # Of `take_parts`
               found:dict # By place
     ): # As it was
@@ -82,6 +85,7 @@ def _own_error(e, r):
     first = min(e.failures)
     return OtherFailed(first, str(e.failures[first][0]))
 
+# %% ../../nbs/machine/07_shards.ipynb #5e874a30
 def save_parts(tensors:dict, # Name -> tensor held in parts, the same names in all processes
                folder # That all of them see
     )->list: # Names of the files that this process wrote
@@ -99,6 +103,7 @@ _known |= {(_dcp+'filesystem', '_StorageInfo'), ('torch', 'Size'), ('torch.seria
            ('pathlib', 'PosixPath'), ('pathlib', 'WindowsPath')}
 _known |= {('pathlib._local', o) for o in ('PosixPath', 'WindowsPath')}
 
+# %% ../../nbs/machine/07_shards.ipynb #6e19c788
 class _Plain(pickle.Unpickler):
     "Makes nothing but what DCP puts into its metadata"
     def find_class(self, module, name):
@@ -125,6 +130,7 @@ def _room_for(meta, mesh):
     if mesh is None: return torch.empty(size, dtype=dtype)
     return zeros(*size, dtype=dtype, device_mesh=mesh, placements=[Shard(0) if len(size) else Replicate()])
 
+# %% ../../nbs/machine/07_shards.ipynb #1630da04
 def load_parts(folder, # Of `save_parts`
                mesh=None # Of `mesh_of`; None: whole tensors
     )->dict: # Name -> tensor

@@ -29,6 +29,7 @@ def _schedule(learn):
     def values(f): return [to_plain(torch.as_tensor(f(i/8)).flatten().tolist()) for i in range(9)]
     return {k: values(f) for cb in found for k,f in cb.scheds.items()}
 
+# %% ../../nbs/train/14_replay.ipynb #9ec3b532
 def made_of(learn # A Learner at the beginning of a fit
     )->dict: # Of JSON
     "What tells this training from another"
@@ -49,6 +50,7 @@ def _first_difference(there, here, what=''):
         def text(o): return 'missing' if o is None else str(o)[:60]
         return f'{what} is {text(there)} there and {text(here)} here'
 
+# %% ../../nbs/train/14_replay.ipynb #9c2b7886
 def check_same(header:dict, # Of a checkpoint
                learn, # A Learner at the beginning of a fit
                path, # Of the checkpoint
@@ -94,6 +96,7 @@ def _begin(self:Replay):
         set_rng_state(from_plain(self.state['start']['rng']))
     return True
 
+# %% ../../nbs/train/14_replay.ipynb #a6897a0d
 @patch
 def arrive(self:Replay):
     "From here on all is as if it had never been cut"

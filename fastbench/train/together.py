@@ -28,6 +28,7 @@ def _split(state):
     own['weights'] = dict(fit['weights'], model=buffers)
     return dict(model=model, opt=fit['opt']),dict(state, fit=own)
 
+# %% ../../nbs/train/13_together.ipynb #fdc09912
 def _joined(common, own):
     "Both as one state again"
     fit = own['fit']
@@ -43,6 +44,7 @@ def _write_own(tmp, common, own):
     if not rank(): files[STATE] = common
     return {k: write_tensors(tmp/k, v) for k,v in files.items()}
 
+# %% ../../nbs/train/13_together.ipynb #325b1886
 def _write_parts(tmp, parts):
     names = save_parts(parts, tmp/'parts')
     return {f'parts/{o}': dict(bytes=(tmp/'parts'/o).stat().st_size, crc32=checksum(tmp/'parts'/o)) for o in names}
@@ -57,6 +59,7 @@ def _write_all(tmp, path, header, plain, parts):
     head = dict(header, world_size=world_size(), state=files.pop(STATE), files=files)
     _first(lambda: end_checkpoint(tmp, path, head))
 
+# %% ../../nbs/train/13_together.ipynb #79c9fe31
 def save_together(folder, # That holds checkpoints, and that all processes see
                   state:dict, # Of this process: fit and start
                   header:dict, # Of JSON: which training, and where in it
@@ -81,6 +84,7 @@ def _files_of(header, r):
     mine = _own_name(r % header['world_size'])
     return [o for o in header['files'] if o == mine or not r and o.startswith('parts/')]
 
+# %% ../../nbs/train/13_together.ipynb #da6247a5
 def _of_rank(path, header, r, elsewhere):
     "What process `r` has for itself"
     n = header['world_size']
@@ -105,6 +109,7 @@ def _read(path, header, learn):
     if not (Path(path)/'parts').is_dir(): return state
     return put_parts(state, whole_or_damaged(path, lambda: load_parts(Path(path)/'parts', mesh_of(learn.model))))
 
+# %% ../../nbs/train/13_together.ipynb #ce3f9d68
 def read_together(path, # A checkpoint
                   header:dict, # Its own
                   learn, # The Learner that goes on, in a fit
