@@ -139,12 +139,12 @@ def test_a_preempted_job_goes_on_from_its_checkpoint_exactly(beside, slurm, tmp_
     assert run.status == 'ok' and run.resumed['steps'][0] > 2
     whole = launched(tmp_path/'whole', 'slow')
     for k in ('train_loss', 'valid_loss'): assert run.epochs[-1][k] == pytest.approx(whole.epochs[-1][k], rel=1e-6)
-    assert not whole.resumed
+    assert not whole.resumed and [o.stem for o in tmp_path.glob('*.json')] == [Path(run.path).stem]  # its first part left one, too
 
 
-def test_a_preempted_job_without_checkpoints_begins_anew(beside, slurm):
+def test_a_preempted_job_without_checkpoints_begins_anew(beside, slurm, tmp_path):
     preempt(beside)
-    assert beside.until('kept').startswith('kept ok')
+    assert beside.until('kept').startswith('kept ok') and len(list(tmp_path.glob('*.json'))) == 1
 
 
 def preempt(beside):

@@ -57,6 +57,12 @@ def _checkpoints(options, board):
     options['checkpoints']['resume'] |= board.attempt > 0
     return Path(options['checkpoints']['folder'])
 
+# %% ../../nbs/bench/05_rank.ipynb #239cfac1
+def _forget_part(board):
+    "A job that Slurm has put back leaves one Run: that of its last part"
+    last = board.earlier('result').get('last') or [None]
+    if last[0] == 'run' and last[1]: Path(last[1]).unlink(missing_ok=True)
+
 # %% ../../nbs/bench/05_rank.ipynb #db3ad0a3
 def train_rank(spec:dict, # recipe, folder, strategy, timeout, offline, options
                board:Board, # Where this process says how it is
@@ -86,6 +92,7 @@ def train_rank(spec:dict, # recipe, folder, strategy, timeout, offline, options
     run.world_size,run.strategy = world_size(),spec['strategy'] or ''
     if rank(): return 'run',None,run.status
     path = save(run, spec['folder'])
+    _forget_part(board)
     if kept and run.status in ('ok', 'diverged'): forget_unfinished(kept)
     return 'run',str(path),run.status
 

@@ -75,6 +75,14 @@ def failed(self:Board, e): # The error
     self.say('error', line=line, kind=type(e).__name__, of_user=isinstance(e, UserError), echo=is_echo(e),
              traceback=''.join(traceback.format_exception(e)), time=time.time())
 
+# %% ../../nbs/distributed/10_board.ipynb #6a1cda1f
+@patch
+def earlier(self:Board, what # 'here', 'error' or 'result'
+    )->dict: # Empty: nothing
+    "What this process said before it was started anew"
+    said = _read(self.file(what)) or {}
+    return said if said.get('attempt', self.attempt) < self.attempt else {}
+
 # %% ../../nbs/distributed/10_board.ipynb #653445b4
 class Lookout:
     "Ends this process when it hangs, or is left alone"
