@@ -137,6 +137,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'fastbench/bench/processes.py'),
                                            'fastbench.bench.processes._follow': ( 'bench/processes.html#_follow',
                                                                                   'fastbench/bench/processes.py'),
+                                           'fastbench.bench.processes._not_begun': ( 'bench/processes.html#_not_begun',
+                                                                                     'fastbench/bench/processes.py'),
                                            'fastbench.bench.processes.check_several': ( 'bench/processes.html#check_several',
                                                                                         'fastbench/bench/processes.py'),
                                            'fastbench.bench.processes.ended': ( 'bench/processes.html#ended',

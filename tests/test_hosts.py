@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from fastbench.bench.hosts import Hosts, check_hosts
+from fastbench.bench.launch import CannotStart
 from fastbench.bench.processes import launch_processes
 from fastbench.errors import UserError
 from fastbench.recipe import get_recipe
@@ -98,6 +99,16 @@ launch_processes(get_recipe({TROUBLE!r}, what="slow"), 1, {str(tmp_path)!r}, lam
     assert left()
     p.send_signal(signal.SIGKILL)
     assert none_left()
+
+
+def test_a_port_in_use_is_one_line(hosts, tmp_path):
+    code = 'import socket, time; s = socket.socket(); s.bind(("", 29555)); s.listen(); print(flush=True); time.sleep(300)'
+    p = subprocess.Popen(['ip', 'netns', 'exec', f'{SPACE}-{HOSTS[0]}', sys.executable, '-c', code], stdout=subprocess.PIPE)
+    try:
+        p.stdout.readline()
+        with pytest.raises(CannotStart, match='the port at which they meet is in use'): launch_processes(get_recipe(TROUBLE), 1, tmp_path, place=Hosts(hosts, port=29555), device='cpu')
+        assert none_left() and not list(tmp_path.iterdir())
+    finally: p.kill()
 
 
 def test_machines_that_do_not_answer_or_do_not_see_the_folder(hosts):

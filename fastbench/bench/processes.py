@@ -211,6 +211,14 @@ def launch_processes(recipe, # A `Recipe` or its name, a function that returns a
         except Ended as e: return failed_run(recipe, repeat, folder, str(e), **many)
         return ended(job.board, said, signals.got, recipe, repeat, folder, **many)
 
+# %% ../../nbs/bench/04_processes.ipynb #d0f8fe47
+def _not_begun(said):
+    "Why, as torchrun says it"
+    if re.search('EADDRINUSE|address already in use', said, re.I):
+        return 'the port at which they meet is in use. Try again: another one is taken'
+    lines = [o.strip() for o in said.splitlines() if o.strip()]
+    return lines[-1] if lines else 'it said nothing'
+
 # %% ../../nbs/bench/04_processes.ipynb #a9628610
 def ended(board, # Of processes that have ended
           said, # What torchrun printed
@@ -226,9 +234,7 @@ def ended(board, # Of processes that have ended
     if got or (last and not by_torchrun):
         return outcome(tuple(last or ('interrupted',)), got, recipe, repeat, folder, 0)
     why = blame(board, _codes(said))
-    if why['rank'] is None:
-        lines = [o for o in said.splitlines() if o.strip()]
-        raise CannotStart(f'torchrun could not start the processes: {lines[-1] if lines else "it said nothing"}')
+    if why['rank'] is None: raise CannotStart(f'torchrun could not start the processes: {_not_begun(said)}')
     if why['of_user']: raise UserError(why['line'])
     line = ' '.join(why['line'].split())
     line = line if line.startswith('process') else f"process {why['rank']}: {line}"
