@@ -37,6 +37,7 @@ def hosts(tmp_path_factory):
     made = [ip('netns', 'add', o) for o in spaces]
     made.append(ip('link', 'add', 'eth0', 'netns', spaces[0], 'type', 'veth', 'peer', 'name', 'eth0', 'netns', spaces[1]))
     for space, o in zip(spaces, HOSTS): made += [ip('-n', space, *w.split()) for w in ('link set lo up', f'addr add {o}/24 dev eth0', 'link set eth0 up')]
+    made += [ip('netns', 'exec', o, 'true') for o in spaces]
     folder = tmp_path_factory.mktemp('bin')
     (folder/'ssh').write_text(SSH.replace('SPACE', SPACE))
     (folder/'ssh').chmod(0o755)

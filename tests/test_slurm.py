@@ -33,6 +33,8 @@ def slurm(tmp_path_factory):
     os.environ['SLURM_CONF'] = f'{folder}/slurm.conf'
     try:
         if started.returncode: pytest.skip(f'Slurm does not start here: {started.stdout[-300:]}')
+        tried = subprocess.run(['srun', '--nodes=2', 'true'], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+        if tried.returncode: pytest.skip(f'Slurm runs nothing here: {tried.stderr[-300:]}')
         yield folder
     finally:
         subprocess.run([HERE/'slurm.sh', 'stop', folder], stdin=subprocess.DEVNULL, timeout=60)
