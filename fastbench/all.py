@@ -17,7 +17,8 @@ __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile',
            'CheckpointEvery', 'export_weights', 'profiling_steps', 'learner_run', 'TrainerProfiler',
            'LightningProfiler', 'batch_augment', 'BatchCrop', 'BatchFit', 'BatchFlip', 'BatchAffine', 'BatchColour',
            'BatchErase', 'BatchCutout', 'BatchNormalize', 'BatchMixUp', 'BatchCutMix', 'cached', 'fast_images',
-           'choose_decoder', 'PoolDL', 'InputDiagnosis', 'auto_workers']
+           'choose_decoder', 'PoolDL', 'InputDiagnosis', 'auto_workers', 'fast_augment', 'ProgressiveResize',
+           'to_bench', 'strategy_memory']
 
 # %% ../nbs/05_all.ipynb #9a69330d
 from .callback.amp import MixedPrecision
@@ -61,6 +62,7 @@ from .bench.run import run_recipe
 from .runs.query import export, runs, steps
 from .runs.store import find, load, save
 from .compare.suite import suite
+from .train.convert import to_bench
 from .train.learner import BenchLearner
 from .train.resume import CheckpointEvery
 from .train.weights import export_weights
@@ -111,4 +113,4 @@ _all_ = [
     'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler', 'batch_augment', 'BatchCrop',
     'BatchFit', 'BatchFlip', 'BatchAffine', 'BatchColour', 'BatchErase', 'BatchCutout', 'BatchNormalize',
     'BatchMixUp', 'BatchCutMix', 'cached', 'fast_images', 'choose_decoder', 'PoolDL', 'InputDiagnosis',
-    'auto_workers']
+    'auto_workers', 'fast_augment', 'ProgressiveResize', 'to_bench', 'strategy_memory']

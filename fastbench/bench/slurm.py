@@ -10,6 +10,7 @@ import re, shlex, subprocess, sys, time
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from tempfile import mkdtemp
 
 from fastcore.basics import patch
 
@@ -226,8 +227,8 @@ def script(self:Slurm, recipe, # A `Recipe` or its name
 def folder(self:Slurm, runs, recipe, repeat): # runs: folder of Runs; recipe: what is trained; repeat: which repeat
     "For script, output and board; it stays"
     path = _job_folder(runs, recipe, repeat)
-    path.mkdir(parents=True)
-    yield path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    yield Path(mkdtemp(prefix=f'{path.name}-', dir=path.parent))
 
 # %% ../../nbs/bench/07_slurm.ipynb #c9666028
 @patch
