@@ -121,7 +121,7 @@ Markdown = flag('Print a Markdown table.', '--markdown')
 Offline = flag('Never open a connection.', '--offline')
 Anyway = flag('Compare what is not comparable, and say so.', '--anyway')
 Device = option(str, 'cpu, cuda, cuda:1, mps.')
-_nproc = 'Processes of this machine that train together, each with a batch of that size; one if nothing is said.'
+_nproc = 'Processes of a machine that train together, each with a batch of that size; one if nothing is said.'
 Nproc = option(int, _nproc, '--nproc', min=1, show_default=False)
 _strategy = 'How they share the model: ddp (whole weights in each), fsdp (a part of each weight).'
 Strategy = option(str, _strategy, '--strategy', metavar='ddp|fsdp', show_default='ddp')
