@@ -8,13 +8,17 @@ import pytest
 pytestmark = pytest.mark.skipif(os.name == 'nt' or not shutil.which('bash'), reason='a bash script')
 
 
+CLUSTER = ('slurmctld', 'slurmd', 'sbatch', 'munged', 'ip')  # commands of what tests of several machines need
+
+
 @pytest.fixture
 def system(tmp_path, root):
     "system(what is there, ...) -> exit code, output, what apt-get was asked"
     text = (root/'.ci'/'run').read_text()
     part = text[text.index('system() {'):text.index('versions() {')]
 
-    def _system(*there, venv=True, uid=0, broken=''):
+    def _system(*there, venv=True, uid=0, broken='', cluster=True):
+        there += CLUSTER*cluster
         folder = tmp_path/'bin'
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -46,10 +50,17 @@ def test_what_is_missing_is_installed(system):
     assert system('apt-get', 'sudo', uid=7)[::2] == (0, ['chromium'])
 
 
+def test_a_cluster_on_one_machine(system):
+    parts = ['slurmctld', 'slurmd', 'slurm-client', 'munge', 'iproute2']
+    assert system('apt-get', 'chromium', cluster=False)[::2] == (0, parts)
+    code, said, asked = system('apt-get', 'chromium', cluster=False, broken='*munge*')
+    assert code == 0 and 'no munge here' in said and asked == parts
+
+
 def test_what_cannot_be_installed_is_named(system):
     for there, uid in ((('true',), 0), (('apt-get',), 7)):
         code, said, asked = system(*there, uid=uid)
-        assert (code, asked) == (0, []) and 'without chromium' in said and 'tests that need a browser are skipped' in said
+        assert (code, asked) == (0, []) and 'without chromium' in said and 'tests that need a browser or Slurm are skipped' in said
     code, said, _ = system('apt-get', broken='*chromium*')
     assert code == 0 and 'no chromium here' in said
     assert system('apt-get', venv=False, broken='*python3-venv*')[0] != 0  # without it nothing works
