@@ -65,7 +65,7 @@ class Last(Metric):
 def numbers():
     "A loader that fastai splits, seven and six to a process: in batches of three, one has a batch less; and batch norm, whose buffers are sent in every forward"
     torch.manual_seed(0)
-    train, valid = (TfmdDL(TensorDataset(torch.randn(n, 4), torch.arange(n) % 3), bs=3, device='cpu', do_setup=False) for n in (12, 13))
+    train, valid = (TfmdDL(TensorDataset(torch.randn(n, 4), torch.arange(n) % 3), bs=3, device='cpu', do_setup=False, num_workers=0) for n in (12, 13))
     return BenchLearner(DataLoaders(train, valid), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)), loss_func=nn.CrossEntropyLoss(),
                         metrics=[accuracy, AvgMetric(error_rate), F1Score(average='macro'), *([Last()] if num_distrib() else [])])
 

@@ -40,7 +40,7 @@ def dls():
     g = torch.Generator().manual_seed(3)
     X, Y = torch.randn(N, 6, generator=g), torch.randint(0, 3, (N,), generator=g)
     ds = Datasets(list(range(N)), [[partial(noisy, X=X)], [lambda i: Y[i]]])
-    return DataLoaders(TfmdDL(ds, bs=BS[group.world_size()], shuffle=True), TfmdDL(ds, bs=16), device='cpu')
+    return DataLoaders(TfmdDL(ds, bs=BS[group.world_size()], shuffle=True, num_workers=0), TfmdDL(ds, bs=16, num_workers=0), device='cpu')
 
 
 class Net(nn.Module):

@@ -3,21 +3,21 @@ import ast
 import json
 import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip('accelerate')
+from fastai.data.load import DataLoader
 from fastai.optimizer import Adam
 
 import processes
 from fastbench.errors import UserError
 from fastbench.machine import group
+from fastbench.measure.loader import fastai_batches
+from started import outcome
 
 ROOT, STRATEGIES = Path(__file__).resolve().parent.parent, ('ddp', 'fsdp')
 
@@ -30,11 +30,8 @@ def started(tmp_path_factory):
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
     env = {k: v for k, v in os.environ.items() if k not in processes.NAMES} | dict(OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(here), str(here.parent)]))
-    p = subprocess.Popen([sys.executable, str(here/'processes.py'), str(folder), str(port)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    try: out = p.communicate(timeout=540)[0]
-    finally:
-        if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)
-    assert not p.returncode, out[-6000:]
+    code, said = outcome(here/'processes.py', folder, port, env=env)
+    assert not code, said[-6000:]
     return folder
 
 
@@ -192,3 +189,13 @@ def test_only_the_group_and_strategies_name_torch_distributed():
     found = {p.relative_to(ROOT/'fastbench').as_posix(): {*names_of_processes(p.read_text(encoding='utf-8'))} for p in (ROOT/'fastbench').rglob('*.py')}
     allowed = {'machine/group.py', 'machine/shards.py', *(f'distributed/{o}.py' for o in ('strategy', 'ddp', 'fsdp', 'ranks'))}
     assert not {k: v for k, v in found.items() if v and k not in allowed}
+
+
+@pytest.mark.parametrize('version,workers,pauses', [((3, 11, 7), 1, 1), ((3, 11, 7), 0, 0), ((3, 12, 0), 1, 0)])
+def test_a_fork_of_workers_waits_for_the_threads_of_a_group(monkeypatch, version, workers, pauses):
+    dl, slept = DataLoader([(torch.ones(2), 0)]*4, bs=2, num_workers=workers), []
+    monkeypatch.setattr(group.sys, 'version_info', version)
+    monkeypatch.setattr(group.time, 'sleep', slept.append)
+    monkeypatch.setattr(group, 'is_joined', lambda: True)
+    assert len(list(fastai_batches(dl))) == 2
+    assert len(slept) == pauses

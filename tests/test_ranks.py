@@ -3,8 +3,7 @@ import json
 import os
 import random
 import socket
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from fastbench.errors import UserError
 from fastbench.text.loader import TextDL
 from fastbench.text.rnn import BPTTLoader
 from ranks import FSDP
+from started import outcome
 from test_text_data import WORDS, make_tokenizer
 
 LOADERS = ('random', 'sorted', 'budget', 'packed', 'unseeded', 'tags', 'questions')
@@ -36,14 +36,11 @@ def ranks(tmp_path_factory):
         port = s.getsockname()[1]
     env = os.environ | dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', ACCELERATE_USE_CPU='true',
                             PYTHONPATH=os.pathsep.join([str(here), str(here.parent)]))
-    procs = [subprocess.Popen([sys.executable, str(here/'ranks.py'), str(folder)], env=env | dict(RANK=str(i), LOCAL_RANK=str(i)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-             for i in range(2)]
-    try: outs = [p.communicate(timeout=540)[0] for p in procs]
-    finally:
-        for p in procs: p.kill()
-    assert not any(p.returncode for p in procs), '\n'.join(o[-3000:] for o in outs)
-    one = subprocess.run([sys.executable, str(here/'ranks.py'), str(folder)], env={k: v for k, v in env.items() if k != 'WORLD_SIZE'}, capture_output=True, text=True, timeout=540)
-    assert not one.returncode, one.stderr[-3000:]
+    def run(i): return outcome(here/'ranks.py', folder, env=env | dict(RANK=str(i), LOCAL_RANK=str(i)))
+    with ThreadPoolExecutor(2) as pool: ended = list(pool.map(run, range(2)))
+    assert not any(code for code, _ in ended), '\n'.join(o[-6000:] for _, o in ended)
+    code, said = outcome(here/'ranks.py', folder, env={k: v for k, v in env.items() if k != 'WORLD_SIZE'})
+    assert not code, said[-6000:]
     def read(name): return json.loads((folder/f'{name}.json').read_text())
     return [{f'{k}-{s}': v for s in ('ddp', 'fsdp') for k, v in read(f'{i}-{s}').items()} for i in (0, 1)] + [read('alone')]
 

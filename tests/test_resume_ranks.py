@@ -2,8 +2,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ if not hasattr(os, 'fork'): pytest.skip('processes are forked here', allow_modul
 from fastbench.bench.processes import launch_processes
 from fastbench.recipe import get_recipe
 from fastbench.runs.store import load
+from started import outcome
 
 HERE = Path(__file__).parent
 ROUNDING = 1e-6  # two processes by Gloo on one machine were equal bit for bit
@@ -24,11 +23,8 @@ def seen(tmp_path_factory):
     "What all processes of all trainings saw: `resume_ranks.py` imports once, and forks"
     folder = tmp_path_factory.mktemp('resume')
     env = {k: v for k, v in os.environ.items() if k not in ('WORLD_SIZE', 'RANK', 'LOCAL_RANK')} | dict(OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent)]))
-    p = subprocess.Popen([sys.executable, str(HERE/'resume_ranks.py'), str(folder)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    try: out = p.communicate(timeout=500)[0]
-    finally:
-        if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)
-    assert not p.returncode and (folder/'result.json').exists(), out[-6000:]
+    code, said = outcome(HERE/'resume_ranks.py', folder, env=env)
+    assert not code and (folder/'result.json').exists(), said[-6000:]
     res = json.loads((folder/'result.json').read_text())
     res['planted'] = (folder/'planted').exists()
     return res

@@ -15,7 +15,7 @@ from tempfile import mkdtemp
 from fastcore.basics import patch
 
 from .launch import GRACE
-from .processes import Ended, Follower, kill_tree, torchrun
+from .processes import Ended, kill_tree, torchrun
 from ..errors import UserError
 
 # %% ../../nbs/bench/08_hosts.ipynb #3d226d2e
@@ -94,18 +94,16 @@ class _Hosts:
 # %% ../../nbs/bench/08_hosts.ipynb #dabb6acf
 def _follow(hosts, job):
     "Until all have ended: progress and signals are passed on; what does not end is ended"
-    follow,passed,until = Follower(job.board, job.tell),0,None
+    until = None
     while hosts.run():
         time.sleep(.1)
-        follow()
-        for signum in job.signals.got[passed:]:
-            passed += 1
-            if passed == 1: hosts.stop()
+        job.follow()
+        for n,_ in job.heed():
+            if n == 1: hosts.stop()
             else: until = 0
-            job.tell(dict(phase='stopping', asked=passed, signal=signum))
         if until is None and hosts.lost() is not None: until = time.monotonic() + job.grace
         if until is not None and time.monotonic() > until: break
-    follow()
+    job.follow()
 
 # %% ../../nbs/bench/08_hosts.ipynb #d0c779be
 class Hosts:

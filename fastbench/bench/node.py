@@ -28,10 +28,6 @@ class _Asked:
         kill()
 
 # %% ../../nbs/bench/06_node.ipynb #9b6ff6fb
-def _is_over(board, grace):
-    "Has a process failed, long enough ago?"
-    return any(time.time() - o['time'] > grace for o in board.of_all('error').values())
-
 def _trains(process):
     "Does anything run below torchrun?"
     return len(tree(process)) > 1
@@ -41,7 +37,7 @@ def _watch(process, board, grace):
     seen = None # when something ran below it last
     while process.poll() is None:
         time.sleep(.5)
-        if _is_over(board, grace): return
+        if board.is_over(grace): return
         if _trains(process): seen = time.monotonic()
         elif seen is not None and time.monotonic() - seen > grace: return
 

@@ -14,7 +14,7 @@ from tempfile import mkdtemp
 
 from fastcore.basics import patch
 
-from .processes import Ended, Follower, torchrun
+from .processes import Ended, Tail, torchrun
 from ..distributed.board import Board
 from ..errors import UserError
 from ..recipe import get_recipe
@@ -133,7 +133,7 @@ class SlurmJob:
 # %% ../../nbs/bench/07_slurm.ipynb #c1ea5933
 class _Notes:
     "Passes on what the job says to a person"
-    def __init__(self, path, tell): self.path,self.tell,self.at,self.state,self.lines = path,tell,0,None,[]
+    def __init__(self, path, tell): self.said,self.tell,self.state,self.lines = Tail(path),tell,None,[]
     def _note(self, line): self.tell(dict(phase='note', line=line))
 
     def __call__(self, job):
@@ -143,28 +143,21 @@ class _Notes:
         if is_new and waits: self._note(f'job {job.number} waits: {job.reason}')
 
     def _read(self):
-        if not self.path.exists(): return
-        with open(self.path, encoding='utf-8', errors='replace') as f:
-            f.seek(self.at)
-            while (line := f.readline()).endswith('\n'):
-                self.at = f.tell()
-                if line.startswith('fastbench: '):
-                    self.lines.append(line[11:].strip())
-                    self._note(self.lines[-1])
+        for line in self.said:
+            if not line.startswith('fastbench: '): continue
+            self.lines.append(line[11:].strip())
+            self._note(self.lines[-1])
 
 # %% ../../nbs/bench/07_slurm.ipynb #d51fd014
 def _follow(job, notes, of):
     "Until it is over"
-    follow,passed,pause = Follower(of.board, of.tell),0,.3
+    pause = .3
     while True:
         goes_on = job.look()
-        follow()
+        of.follow()
         notes(job)
         if not goes_on: return
-        for signum in of.signals.got[passed:]:
-            passed += 1
-            job.stop(passed)
-            of.tell(dict(phase='stopping', asked=passed, signal=signum))
+        for n,_ in of.heed(): job.stop(n)
         time.sleep(pause)
         pause = min(2., pause*1.1)
 

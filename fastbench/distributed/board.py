@@ -55,6 +55,11 @@ class Board:
         last = max((o['attempt'] for o in read('here').values()), default=0)
         return {k: v for k,v in sorted(said.items()) if v['attempt'] == last}
 
+    def is_over(self, grace # Seconds
+        )->bool:
+        "Has another process failed, longer ago than that?"
+        return any(time.time() - o['time'] > grace for r,o in self.of_all('error').items() if r != self.rank)
+
 # %% ../../nbs/distributed/10_board.ipynb #d9b35c30
 _ECHOES = re.compile(r'gloo/|gloo::|ncclRemoteError|NCCL|ProcessGroup|Connection (reset|closed|refused)|Broken pipe|'
                      r'Timed out waiting|another process has failed|monitoredBarrier|TCPStore|store->get', re.I)
@@ -125,9 +130,7 @@ def _watch(self:Lookout):
             seen = self.steps
             faulthandler.dump_traceback_later(self.timeout+2, exit=True, file=self.file)
         if os.getppid() != self.parent: self._end('the process that started this one is gone')
-        others = [o for r,o in self.board.of_all('error').items() if r != self.board.rank]
-        if any(time.time() - o['time'] > self.grace for o in others): self._end('another process has failed')
-
+        if self.board.is_over(self.grace): self._end('another process has failed')
 
 # %% ../../nbs/distributed/10_board.ipynb #edbe8163
 @patch

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['contract', 'is_joined', 'world_size', 'rank', 'local_rank', 'backend', 'of_srun', 'heed_srun', 'join', 'leave',
-           'environment_of_group', 'host_group', 'barrier', 'broadcast', 'gather', 'start_sum', 'sum_over_ranks',
-           'max_over_ranks', 'any_rank', 'same_on_all', 'OtherFailed', 'all_or_none']
+           'before_fork', 'environment_of_group', 'host_group', 'barrier', 'broadcast', 'gather', 'start_sum',
+           'sum_over_ranks', 'max_over_ranks', 'any_rank', 'same_on_all', 'OtherFailed', 'all_or_none']
 
 # %% ../../nbs/machine/06_group.ipynb #e8c80714
-import os, subprocess
+import os, subprocess, sys, time
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -102,6 +102,11 @@ def join(device='cpu', # Where the processes train: 'cpu', 'cuda'
 def leave():
     "Take `join` back"
     if is_joined(): dist.destroy_process_group()
+
+# %% ../../nbs/machine/06_group.ipynb #a6c1f0d3
+def before_fork():
+    "Let the threads of a group come to rest, where Python needs it"
+    if is_joined() and sys.version_info < (3, 11, 8): time.sleep(.005)
 
 # %% ../../nbs/machine/06_group.ipynb #13d8dc54
 _told = ('WORLD_SIZE', 'RANK', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')

@@ -16,9 +16,9 @@ from fastai.torch_core import to_detach
 from fastcore.basics import merge, patch
 from fastcore.foundation import L
 
-from ..compat import batch_iterators
 from ..errors import UserError, unknown
 from ..machine import group as ranks
+from ..measure.loader import host_batches
 from ..train.transfer import batches_on
 from .dataset import ShowsTexts, TextDataset
 from .order import check_budget, cut, first_fit, kinds, plan_epoch
@@ -326,7 +326,7 @@ def __iter__(self:TextDL):
         self.randomize()
         self.before_iter()
         self._order = self.get_idxs()
-        with _no_threads(): it = batch_iterators[self.fake_l.num_workers == 0](self.fake_l)
+        with _no_threads(): it = host_batches(self.fake_l)
         for b in batches_on((self._batch(*b) for b in it), self.device): yield self.after_batch(b)
         self.after_iter()
     finally:

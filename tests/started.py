@@ -1,0 +1,21 @@
+"A program of a test that starts several processes: ended in any case, and where it hangs, all of them say where"
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+
+
+def outcome(script, *words, env, seconds=500):
+    "Exit code and output of a Python script; after `seconds` each of its processes prints where it stands"
+    with tempfile.TemporaryFile('w+') as said:
+        p = subprocess.Popen([sys.executable, str(script), *map(str, words)], env=env | dict(PYTHONFAULTHANDLER='1'), stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        try: p.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(p.pid, signal.SIGABRT)
+            p.wait(20)
+        finally:
+            with suppress(ProcessLookupError): os.killpg(p.pid, signal.SIGKILL)
+        said.seek(0)
+        return p.returncode, said.read()
