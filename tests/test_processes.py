@@ -9,7 +9,9 @@ import pytest
 
 from fastbench.bench.processes import launch_processes
 from fastbench.errors import UserError
+from fastbench.measure.phases import SYNCS
 from fastbench.recipe import get_recipe
+from fastbench.runs.ranks import RanksTable
 from fastbench.runs.store import load
 
 TROUBLE = str(Path(__file__).parent/'examples'/'trouble.py') + ':make'
@@ -32,12 +34,17 @@ def launched(tmp_path, what='', tell=None, **options):
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
 def test_one_run_of_two_processes(tmp_path, strategy):
     told = []
-    run = launched(tmp_path, tell=told.append, strategy=strategy)
+    run = launched(tmp_path, 'late', told.append, strategy=strategy)
     assert run.status == 'ok' and (run.world_size, run.strategy) == (2, strategy) and run.engine['sharded'] == (strategy == 'fsdp')
     assert [r['rank'] for r in run.ranks] == [0, 1] and all(r['phases']['backward'] > 0 for r in run.ranks) and len(list(tmp_path.glob('*.json'))) == 1
     assert not any('busy machine' in o for o in run.warnings) and 'others' not in run.noise
     assert '2 x 4 = 8 samples' in run.engine['batch'] and f'2 x {strategy}' in run.title
     assert {'start', 'data', 'fit', 'epoch', 'done'} - {'start'} <= {o['phase'] for o in told}
+    a, b = (r['phases'] for r in run.ranks)  # the second reads slowly, and the first waits for it in the first exchange of a step
+    assert a['transfer'] == b['transfer'] > 0 and RanksTable(run).verdict['text'].startswith('process 1 is waited for: its draw takes ')
+    assert strategy == 'fsdp' or a['waiting'] > 2*b['waiting']  # with fsdp it waits in forward already
+    assert run.ranks[0]['syncs'] == ['loss_sync', *['gradient_sync']*(strategy == 'ddp'), 'step_sync'] and not set(a) & {*SYNCS}
+    assert any('not measured apart' in o for o in RanksTable(run).notes) == (strategy == 'fsdp')
 
 
 def test_an_error_of_one_ends_both_and_is_said_once(tmp_path):

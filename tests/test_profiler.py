@@ -26,7 +26,7 @@ from fastbench.measure.stopwatch import DRAW, DRAWN, END, EVENTS, FIRST, LAST, M
 from fastbench.measure.loader import TimedLoader, batch_size
 from fastbench.machine.flops import measure_peak
 from fastbench.train.loop import FastLoop
-from fastbench.measure.phases import TRAIN, VALID, rows, values
+from fastbench.measure.phases import TRAIN, VALID, rows, values, SYNCS
 from fastbench.errors import UserError
 
 CANCELS = [CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
@@ -116,7 +116,7 @@ def test_fit_and_columns():
     assert isinstance(learn.profiler.results, pd.DataFrame)
     r = check(learn, 16, 8)
     assert set(r[r.phase == 'fit'].action) == {'fit', 'epoch', 'train', 'valid'}
-    assert set(r[r.phase == 'train'].action) == {'step', *TRAIN} - {'compile'} and set(r[r.phase == 'valid'].action) == {'step', *VALID} - {'compile'}
+    assert set(r[r.phase == 'train'].action) == {'step', *TRAIN} - {'compile', *SYNCS} and set(r[r.phase == 'valid'].action) == {'step', *VALID} - {'compile'}
     assert value(r, 'fit', 'epoch') == value(r, 'train', 'start') == value(r, 'train', 'stop') == 2
     assert value(r, 'fit', 'fit', 'share') == 1
 

@@ -71,6 +71,7 @@ def train_rank(spec:dict, # recipe, folder, strategy, timeout, offline, options
     "Train as one of several processes; the first saves the Run"
     from fastbench.bench.run import run_recipe
     from fastbench.machine.group import gather, join, local_rank, rank, world_size
+    from fastbench.runs.ranks import of_ranks, step_syncs
     from fastbench.runs.record import plain
     from fastbench.runs.store import save
     from fastbench.runs.unfinished import forget_unfinished
@@ -86,7 +87,7 @@ def train_rank(spec:dict, # recipe, folder, strategy, timeout, offline, options
     if run.status == 'failed': raise _Failed(run)
     same = dict(data=run.data.get('n_train'), weights=run.weights)
     check_same(same, gather(same))
-    run.ranks = gather(of_rank(run, rank()))
+    run.ranks = of_ranks(gather(of_rank(run, rank())), gather(step_syncs(run)))
     run.status = worst(gather(run.status))
     if world_size() > 1: _without_others(run)
     run.world_size,run.strategy = world_size(),spec['strategy'] or ''

@@ -7,12 +7,15 @@ __all__ = ['bn_types', 'DDP']
 
 # %% ../../nbs/distributed/03_ddp.ipynb #0d232a89
 from accelerate import Accelerator
+from fastcore.basics import noop, patch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..callback.override import override
 from .strategy import Strategy, register_strategy
 from ..errors import UserError
 from ..machine.group import heed_srun, world_size
+from ..measure.stopwatch import BUFFER_SYNC, LAST
 
 # %% ../../nbs/distributed/03_ddp.ipynb #b7f7e54c
 bn_types = nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d
@@ -22,7 +25,7 @@ def _norms(model): return {n: m for n,m in model.named_modules() if n and isinst
 @register_strategy
 class DDP(Strategy):
     "Whole weights in every process, by Accelerate"
-    name = 'ddp'
+    name,tail = 'ddp',True
     def __init__(self, sync_bn=True, # Batch norm over all processes, on GPUs
                  **kwargs): # Of `Accelerator`: cpu=True for processes on a CPU
         super().__init__(sync_bn)
@@ -45,3 +48,16 @@ class DDP(Strategy):
         if world_size() > 1 and not isinstance(model, DistributedDataParallel):
             raise UserError(f'{world_size()} processes are there, but Accelerate trains each by itself: '
                             'on CPUs pass cpu=True, on GPUs leave ACCELERATE_USE_CPU unset')
+
+# %% ../../nbs/distributed/03_ddp.ipynb #5a1c0e04
+@patch
+def tell_syncs(self:DDP, model, # That is trained
+               note # Called with a mark of the stopwatch
+    ): # Ends it
+    "Tell the profiler when buffers are sent"
+    if not hasattr(model, '_sync_buffers'): return noop
+    def sync(own):
+        note(BUFFER_SYNC)
+        own()
+        note(LAST['before_batch'])
+    return override(model, '_sync_buffers', sync)

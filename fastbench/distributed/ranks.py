@@ -17,12 +17,15 @@ from fastai.torch_core import nested_reorder, to_concat, to_detach
 from fastcore.basics import noop, patch
 from fastcore.foundation import L
 from torch import Tensor
+from torch.autograd import Variable
 
 import fastbench.distributed.ddp  # into the registry
 from .strategy import engine_of, get_strategy
 from ..errors import UserError
 from ..machine.group import OtherFailed, broadcast, gather, rank, sum_over_ranks, world_size
 from ..measure.lifecycle import DuringFit
+from ..measure.profiler import noting
+from ..measure.stopwatch import GRADIENT_SYNC
 from ..train.state import loader_state, set_loader_state
 from ..train.transfer import CopiesAhead
 
@@ -120,12 +123,24 @@ def switch_on(self:RankTrainer):
     if rank():
         learn.logger = noop
         self.at_end(partial(setattr, learn, 'logger', logger))
+    self.at_end(s.tell_syncs(learn.model, lambda m: noting(learn)(m)))
     learn.engine = engine_of(learn, s)
 
 @patch
 def _own_model(self:RankTrainer, learn, model):
     learn.model = model
     self.strategy.unwrap(model)
+
+# %% ../../nbs/distributed/05_ranks.ipynb #5a1c0e06
+@patch
+def before_backward(self:RankTrainer):
+    "Tell the profiler when all gradients of this process are there"
+    told = world_size() > 1 and self.strategy.tail and noting(self.learn) is not noop
+    if told: self.learn.loss_grad.register_hook(self._begun)
+
+@patch
+def _begun(self:RankTrainer, grad):
+    Variable._execution_engine.queue_callback(partial(noting(self.learn), GRADIENT_SYNC))
 
 # %% ../../nbs/distributed/05_ranks.ipynb #f9a1934e
 @patch

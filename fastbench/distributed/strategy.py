@@ -13,7 +13,7 @@ import torch
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.torch_core import get_model
-from fastcore.basics import patch
+from fastcore.basics import noop, patch
 from fastcore.xtras import join_path_file
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +25,7 @@ from ..measure.clock import train_device, train_precision
 class Strategy:
     "How several processes share one model; this one does nothing"
     name,sharded,entered = None,False,False # sharded: does each process hold a part of every weight?
+    tail = False # are gradients exchanged in the backward pass alone, and the last ones at its end?
     def __init__(self, sync_bn=True): # sync_bn: batch norm over all processes, where the strategy can
         self.sync_bn = sync_bn
 
@@ -71,6 +72,13 @@ def unwrap(self:Strategy, model # Of the Learner
 @patch
 def before_validate(self:Strategy, model # That is trained
     ): "Make the same on all processes what validation needs"
+
+@patch
+def tell_syncs(self:Strategy, model, # That is trained
+               note # Called with a mark of the stopwatch
+    ): # Ends it
+    "Tell the profiler of exchanges in the forward pass"
+    return noop
 
 @patch
 def check(self:Strategy, model # That is trained

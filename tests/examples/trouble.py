@@ -28,6 +28,13 @@ class Trouble(Callback):
         if self.what == 'slow': time.sleep(.2)
 
 
+class Late(list):
+    "Items that the second process reads slowly"
+    def __getitem__(self, i):
+        if os.environ.get('RANK') == '1': time.sleep(.005)
+        return super().__getitem__(i)
+
+
 def stand_still():
     while True: time.sleep(1)
 
@@ -35,5 +42,5 @@ def stand_still():
 def make(what: str = '', epochs: int = 1, lr: float = .1):
     torch.manual_seed(0)
     items = [(torch.randn(8), i % 2) for i in range(128)]
-    dls = DataLoaders(DataLoader(items, bs=4), DataLoader(items[:16], bs=4))
+    dls = DataLoaders(DataLoader(Late(items) if what == 'late' else items, bs=4), DataLoader(items[:16], bs=4))
     return Learner(dls, nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), metrics=accuracy, cbs=Trouble(what), lr=lr)
