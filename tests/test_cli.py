@@ -346,5 +346,5 @@ def test_ctrl_c_in_a_terminal(tmp_path):
 
 @pytest.mark.parametrize('said,value', [('true', True), ('True', True), ('false', False), ('None', None), ('.5', .5), ('xresnet34', 'xresnet34'), ('TRUE', 'TRUE')])
 def test_a_value_of_set(said, value):
-    from fastbench.command.terminal import field
+    from fastbench.command.options import field
     assert field(f'x={said}') == ('x', value)

@@ -1,4 +1,5 @@
 "Two machines that are network namespaces of this one, entered in place of ssh: one Run, and an end within the time limit when the network is cut"
+import json
 import os
 import shutil
 import signal
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from fastbench.bench.hosts import Hosts, check_hosts
 from fastbench.bench.launch import CannotStart
 from fastbench.bench.processes import launch_processes
+from fastbench.cli import app
 from fastbench.errors import UserError
 from fastbench.recipe import get_recipe
 from fastbench.runs.store import load
@@ -74,6 +77,16 @@ def test_two_machines_leave_one_run(hosts, tmp_path):
     run = launched(tmp_path, hosts)
     assert (run.status, run.world_size, len(run.ranks)) == ('ok', 2, 2)
     assert [o.suffix for o in tmp_path.iterdir()] == ['.json'] and none_left()
+
+
+def test_every_command_that_trains_takes_machines(hosts, tmp_path):
+    words = ['run', TROUBLE, '--hosts', ','.join(hosts), '--device', 'cpu', '--out', str(tmp_path), '--json']
+    got = CliRunner().invoke(app, words)
+    run, = json.loads(got.stdout)
+    assert (got.exit_code, run['status'], run['world_size'], run['strategy']) == (0, 'ok', 2, 'ddp')
+    for more in (['--python', sys.executable], ['--against', 'HEAD']):
+        got = CliRunner().invoke(app, ['ab', TROUBLE, '--hosts', ','.join(hosts), '--set', 'lr=.2'*(more[0] == '--python') or 'epochs=1', *more])
+        assert 'on this machine alone: leave out --slurm and --hosts' in str(got.exception)
 
 
 def test_an_error_on_the_second_machine_is_said_once(hosts, tmp_path):

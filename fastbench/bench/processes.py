@@ -249,18 +249,21 @@ def ended(board, # Of processes that have ended
     return failed_run(recipe, repeat, folder, line, traceback=why['traceback'], **many)
 
 # %% ../../nbs/bench/04_processes.ipynb #bd78d057
-def starter(nproc=None, # Processes on this machine; None: one, started without torchrun
+def starter(nproc=None, # Processes on each machine; None: one, here without torchrun
             strategy=None, # How they share the model: 'ddp', 'fsdp'; None: 'ddp'
-            **options # Of `launch_processes`: timeout, max_restarts, place
+            place=None, # Where they run: `Slurm(...)`, `Hosts(...)`; None: on this machine
+            **options # Of `launch_processes`: timeout, max_restarts
     ): # As `launch`
     "Who starts a training: `launch`, or `launch_processes` for several"
     from fastbench.bench.launch import launch
+    if place is not None: nproc,strategy = nproc or 1,strategy or ('ddp' if (nproc or 1)*place.nodes > 1 else None)
     if nproc is None and strategy is None: return launch
     if nproc is None:
         raise UserError(f'strategy {strategy!r} is how several processes share a model: say how many there are '
                         '(--nproc 2)')
-    _check(nproc, strategy or 'ddp')
-    return partial(launch_processes, nproc=nproc, strategy=strategy or 'ddp', **options)
+    if place is None: strategy = strategy or 'ddp'
+    _check(nproc, strategy)
+    return partial(launch_processes, nproc=nproc, strategy=strategy, place=place, **options)
 
 # %% ../../nbs/bench/04_processes.ipynb #caf98968
 def started_with(start # As `starter` gives it

@@ -241,6 +241,7 @@ def start_ab(a, b, changes, both, python, on, anyway, folder, device, offline,
              other=None, # A's `Source`, where it is another commit of B's
              nproc=None, # Processes that train together; None: one
              strategy=None, # How they share the model
+             place=None, # Where they run
              **options): # as for `ab`; changes: fields of B that differ
     "An `AB` that is ready to be measured"
     python = _pythons(python)
@@ -253,7 +254,10 @@ def start_ab(a, b, changes, both, python, on, anyway, folder, device, offline,
                         'how much this machine varies: `fastbench doctor`')
     for o in python: interpreter(o)
     check_folder(folder)
-    start,many = starter(nproc, strategy),dict(nproc=nproc, strategy=strategy)
+    if place is not None and (python or other):
+        what = 'another Python' if python else 'the worktree of another commit'
+        raise UserError(f'{what} is on this machine alone: leave out --slurm and --hosts')
+    start,many = starter(nproc, strategy, place),dict(nproc=nproc, strategy=strategy)
     run = [partial(launch_with, o, **many) for o in python] or [start]*2
     run = [partial(o, device=device, offline=offline) for o in run]
     on = [*meant, *([on] if isinstance(on, str) else on)]
@@ -306,8 +310,9 @@ def ab(a, # A recipe or its name, a function that returns a Learner or its name
        folder=FOLDER, # Where the Runs are kept
        device=None, # Where; fastai's default device if None
        offline:bool=False, # Never open a connection
-       nproc=None, # Processes of this machine that train together; None: one
+       nproc=None, # Processes of each machine that train together; None: one
        strategy=None, # How they share the model: 'ddp', 'fsdp'
+       place=None, # Where they run: `Slurm(...)`, `Hosts(...)`; None: on this machine
        tell=None, # Called with a dict now and then
        against:str|None=None, # A is the function at this commit, B as it is
        changes:dict|None=None, # Fields of B
@@ -315,7 +320,8 @@ def ab(a, # A recipe or its name, a function that returns a Learner or its name
     )->Compared: # rows, notes, `plot`; raises `NotComparable`, `RunFailed`, `Interrupted`
     "Train A and B in turns: which is faster?"
     how = dict(both=both, python=python, on=on, anyway=anyway, folder=folder, device=device, offline=offline,
-               pairs=pairs, budget=budget, early=early, threshold=threshold, tell=tell, nproc=nproc, strategy=strategy)
+               pairs=pairs, budget=budget, early=early, threshold=threshold, tell=tell, nproc=nproc, strategy=strategy,
+               place=place)
     with open_ab(a, b, against, {**(changes or {}), **more}, **how) as trial:
         trial.warm_up()
         while not trial.over: trial.measure()

@@ -214,8 +214,9 @@ def ladder(name, # A ladder; with `Rung`s any recipe, or a function that returns
            repeats:int=1, # Runs of each rung
            device=None, # Where; fastai's default device if None
            offline:bool=False, # Never open a connection
-           nproc=None, # Processes of this machine that train together; None: one
+           nproc=None, # Processes of each machine that train together; None: one
            strategy=None, # How they share the model: 'ddp', 'fsdp'
+           place=None, # Where they run: `Slurm(...)`, `Hosts(...)`; None: on this machine
            tell=None, # Called with a dict now and then
            **changes, # New values of the recipes' fields, in all rungs
     )->LadderTable:
@@ -223,6 +224,6 @@ def ladder(name, # A ladder; with `Rung`s any recipe, or a function that returns
     from fastbench.bench.processes import starter
     from fastbench.runs.store import load
     which,todo = ladder_recipes(name, rungs, **changes)
-    start = starter(nproc, strategy)
+    start = starter(nproc, strategy, place)
     def one(i, r): return load(start(r, folder=folder, tell=tell, repeat=i, device=device, offline=offline))
     return LadderTable(which, [one(i, r) for i,r in rounds(todo, repeats)])

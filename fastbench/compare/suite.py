@@ -176,15 +176,16 @@ def suite(name:str, # `colab`, `fp16`, `wikitext`, `quick`; `fastbench list suit
           repeats:int=1, # Runs of each recipe
           device=None, # Where; fastai's default device if None
           offline:bool=False, # Never open a connection
-          nproc=None, # Processes of this machine that train together; None: one
+          nproc=None, # Processes of each machine that train together; None: one
           strategy=None, # How they share the model: 'ddp', 'fsdp'
+          place=None, # Where they run: `Slurm(...)`, `Hosts(...)`; None: on this machine
           tell=None, # Called with a dict now and then
           **changes, # New values of the recipes' fields, in all of them
     ): # A `Suite`, `LadderTable` or `Precisions`
     "Train what a suite holds, and set it beside what was published"
     from fastbench.bench.processes import starter
     if name not in suites(): raise UserError(unknown('suite', name, list(suites())))
-    start,kept,refused = starter(nproc, strategy),[],{}
+    start,kept,refused = starter(nproc, strategy, place),[],{}
     for i,r in rounds(list(dict.fromkeys(get_recipe(o, **changes) for o in expand([name]))), repeats):
         if r in refused: continue
         try: kept.append(load(start(r, folder=folder, tell=tell, repeat=i, device=device, offline=offline)))
