@@ -1084,8 +1084,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastbench/compare/scaling.py'),
                                            'fastbench.compare.scaling.efficiency': ( 'compare/scaling.html#efficiency',
                                                                                      'fastbench/compare/scaling.py'),
-                                           'fastbench.compare.scaling.global_rate': ( 'compare/scaling.html#global_rate',
-                                                                                      'fastbench/compare/scaling.py'),
                                            'fastbench.compare.scaling.plot_scaling': ( 'compare/scaling.html#plot_scaling',
                                                                                        'fastbench/compare/scaling.py'),
                                            'fastbench.compare.scaling.scaling': ( 'compare/scaling.html#scaling',

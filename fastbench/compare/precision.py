@@ -30,7 +30,7 @@ def processes_said(runs:list # `Run`s of one table
     said = ', '.join(f'{n} ({s})' if s else str(n) for n,s in each)
     if len(each) > 1: return [f'NOT COMPARABLE: these Runs are of different numbers of processes: {said}']
     if not each or each[0][0] == 1: return []
-    return [f'{said} processes: times and samples/s are those of the first, of the {each[0][0]} that train together']
+    return [f'{said} processes that train together: times are those of the first, samples/s those of all']
 
 
 # %% ../../nbs/compare/04_precision.ipynb #f07bc4b7

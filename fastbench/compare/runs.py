@@ -210,8 +210,7 @@ def _about(self:Compared, a, b):
         yield (f'a step is a batch, of {sizes[0]} samples in A and {sizes[1]} in B: samples/s and the rows of the fit '
                'say which is faster')
     if len({o.processes[0] for o in self.runs}) > 1:
-        yield ('times, memory and samples/s are those of the first process of each Run: `fastbench scale` adds up all '
-               'processes')
+        yield 'times and memory are those of the first process of each Run, samples/s adds up all processes'
     same = [o for o in self.on if not any(is_intended([o], d['field']) for d in self.meant)]
     if same: yield f"meant to differ, and equal: {', '.join(same)}"
 

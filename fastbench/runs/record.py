@@ -131,8 +131,10 @@ def figures_of(self:Run, phases:Phases|None # Its own, read before
     )->Figures:
     "What it came to"
     got = {k: v for k in ('accuracy', 'perplexity') if isinstance(v := self.metrics.get(k), (int, float))}
-    return Figures(bs=self.recipe.get('bs'), seconds=self.seconds, goal=Goal.of(self.goal), **got,
-                   **measured(phases) if phases else {k: (self._pace or {}).get(o) for k,o in _stored.items()})
+    got |= measured(phases) if phases else {k: (self._pace or {}).get(o) for k,o in _stored.items()}
+    each = [o.get('samples_per_second') for o in self.ranks]
+    if each: got['rate'] = sum(each) if all(each) else None
+    return Figures(bs=self.recipe.get('bs'), seconds=self.seconds, goal=Goal.of(self.goal), **got)
 
 @patch(as_prop=True)
 def figures(self:Run)->Figures: # Of a Run that was read without its profile: without what only raw values say
