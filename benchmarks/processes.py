@@ -2,10 +2,12 @@
 
     python benchmarks/processes.py speed [ROUNDS]   # samples a second of two processes with one core each, against one
     python benchmarks/processes.py start [ROUNDS]   # from the command to the first word of the training, against the imports alone
+    python benchmarks/processes.py profile [PAIRS]  # the same fit of two processes with and without the profiler, in turns
 
 speed: an XResNet18 at 64 pixels, 64 samples a process, random images in memory, DDP by Gloo. In each round, in turns: one process with one core; two that know nothing of each other, at the same time (do they slow each other?); two that train together.
 start: `fastbench.bench.processes.launch_processes` until the first process tells of its data, against two processes at once that import the same and end.
-Bars: 1.85 times the samples a second, where two strangers reach 1.9; under 3 s more than the imports.
+profile: 60 steps of about 10 ms in two processes; each pair is one fit with `learn.profile()` and one without, right after each other in the same processes, the order drawn by turns.
+Bars: 1.85 times the samples a second, where two strangers reach 1.9; under 3 s more than the imports; under 1% of the step for the profiler, on each process.
 """
 import os
 import subprocess
@@ -86,7 +88,58 @@ def start(rounds=5):
     return more < 3
 
 
+def fits(pairs):
+    "In each of two processes: how much longer a fit is with the profiler"
+    import torch
+    from fastai.data.core import DataLoaders
+    from fastai.data.load import DataLoader
+    from torch import nn
+    import fastbench.distributed.learner, fastbench.measure.profiler
+    from fastbench.machine.group import join, leave, rank
+    from fastbench.train.learner import BenchLearner
+    torch.set_num_threads(1)
+    items = [(torch.randn(512), i % 10) for i in range(64*60)]
+    model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10))
+    join('cpu')
+    learn = BenchLearner(DataLoaders(DataLoader(items, bs=64), []), model, loss_func=nn.CrossEntropyLoss())
+    learn.to_distributed(cpu=True, tell=lambda o: None)
+
+    def fit(profiled):
+        if profiled: learn.profile()
+        begin = time.perf_counter()
+        with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3)
+        took = time.perf_counter() - begin
+        if profiled: learn.remove_cb(learn.profiler)
+        return took
+    for o in (False, True): fit(o)
+    found = []
+    for i in range(pairs):
+        took = {o: fit(o) for o in (False, True)[::(-1)**i]}
+        found.append((took[False], took[True]))
+    learn.detach_distributed()
+    print(rank(), *(x for o in found for x in o), flush=True)
+    leave()
+
+
+def profile(pairs=40):
+    import socket
+    from scipy.stats import binom
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        env = os.environ | dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(s.getsockname()[1]), ACCELERATE_USE_CPU='true', PYTHONWARNINGS='ignore')
+    procs = [subprocess.Popen([sys.executable, __file__, 'fits', str(pairs)], env=env | dict(RANK=str(i), LOCAL_RANK=str(i)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for i in range(2)]
+    met = True
+    for i, p in enumerate(procs):
+        xs = [*map(float, p.communicate()[0].split()[1:])]
+        more = sorted(b/a - 1 for a, b in zip(xs[::2], xs[1::2]))
+        k = int(binom.ppf(.025, pairs, .5))  # of the order statistics that hold the median in 95 of 100
+        low, mid, high = more[max(0, k-1)], more[pairs//2], more[-max(1, k)]
+        met &= high < .01
+        print(f'process {i}: a step of {1000*median(xs[::2])/60:.1f} ms, with the profiler {mid:+.2%} ({low:+.2%} to {high:+.2%}): the bar of 1% is {"met" if high < .01 else "not met" if low > .01 else "within the interval: not shown"}')
+    return met
+
+
 if __name__ == '__main__':
-    what = dict(speed=speed, start=start)
+    what = dict(speed=speed, start=start, profile=profile, fits=fits)
     if sys.argv[1:2] == [] or sys.argv[1] not in what: sys.exit(__doc__)
     sys.exit(0 if what[sys.argv[1]](*map(int, sys.argv[2:3])) else 1)

@@ -71,7 +71,7 @@ def test_tables_of_recipes_name_other_processes():
     assert mixed in LadderTable(get_ladder('dawn'), runs(None, 2)).notes
     own = [made(n, 'ddp' if n else '', name='digits-xresnet18') for n in (None, 2)]
     assert mixed in suite_table('quick', own).notes and mixed in suite_table('fp16', [made(n, 'ddp' if n else '', name='cifar100-resnet18') for n in (None, 2)]).notes
-    assert any(o.startswith('2 (ddp) processes: times') for o in LadderTable(get_ladder('dawn'), runs(2, 2)).notes)
+    assert any(o.startswith('2 (ddp) processes that train together: times') for o in LadderTable(get_ladder('dawn'), runs(2, 2)).notes)
     assert not any('processes' in o for o in LadderTable(get_ladder('dawn'), runs(None, None)).notes)
 
 

@@ -262,8 +262,9 @@ def starter(nproc=None, # Processes on each machine; None: one, here without tor
         raise UserError(f'strategy {strategy!r} is how several processes share a model: say how many there are '
                         '(--nproc 2)')
     if place is None: strategy = strategy or 'ddp'
+    else: options['place'] = place
     _check(nproc, strategy)
-    return partial(launch_processes, nproc=nproc, strategy=strategy, place=place, **options)
+    return partial(launch_processes, nproc=nproc, strategy=strategy, **options)
 
 # %% ../../nbs/bench/04_processes.ipynb #caf98968
 def started_with(start # As `starter` gives it

@@ -20,6 +20,7 @@ from fastcore.basics import patch
 
 import fastbench.measure.profiler  # adds profile
 import fastbench.train.schedule  # adds fit_linear
+from ..compat import inner_loop
 from ..measure.clock import train_precision
 from ..measure.energy import Energy
 from ..measure.profiler import Profiler
@@ -34,6 +35,7 @@ from ..data.place import without_paths
 from ..recipe import Recipe, as_dict, get_recipe
 from ..runs.record import Run, plain
 from ..train.learner import Switches, find_device
+from ..train.loop import FastLoop
 from ..train.resume import CheckpointEvery
 
 # %% ../../nbs/bench/02_run.ipynb #d9957b1d
@@ -58,7 +60,7 @@ class Watch(Callback):
         look=None, # Called after an epoch, at most every 5 seconds: what is to be seen of the machine
     ):
         self._tell,self._stop,self._look = tell or (lambda o: None),stop or (lambda: False),look
-        self._next,self._looked,self._history,self.seen = 0.,-math.inf,[],[]
+        self._next,self._looked,self._history,self.seen = 0.,time.monotonic(),[],[]
         self.diverged = self.stopped = False
         self._finite = _Glimpse()
 
@@ -72,13 +74,15 @@ class Watch(Callback):
 @patch
 def after_batch(self:Watch):
     "Tell how far it is, and end what diverges"
-    now,on_cpu = time.monotonic(),self.training and self.learn.loss.device.type == 'cpu'
-    if now > self._next or self.iter+1 == self.n_iter:
+    learn,now = self.learn,time.monotonic()
+    training,loss = learn.training,learn.loss
+    on_cpu = training and loss.device.type == 'cpu'
+    if now > self._next or learn.iter+1 == learn.n_iter:
         self._next = now + .2
-        if self.training and not on_cpu: self.diverged |= not self._finite(self.learn.loss)
-        self._tell(dict(epoch=self.epoch, epochs=self.n_epoch, step=self.iter+1, steps=self.n_iter,
-                        phase='train' if self.training else 'valid'))
-    if on_cpu: self.diverged |= not math.isfinite(self.learn.loss.detach().mean())
+        if training and not on_cpu: self.diverged |= not self._finite(loss)
+        self._tell(dict(epoch=learn.epoch, epochs=learn.n_epoch, step=learn.iter+1, steps=learn.n_iter,
+                        phase='train' if training else 'valid'))
+    if on_cpu: self.diverged |= not math.isfinite((loss if loss.numel() == 1 else loss.detach().mean()).item())
     self.stopped = bool(self._stop())
     if self.diverged or self.stopped: raise CancelFitException
 
@@ -94,6 +98,16 @@ def after_epoch(self:Watch):
         self.seen.append(self._look())
         self._looked = time.monotonic()
     if self.diverged: raise CancelFitException
+
+# %% ../../nbs/bench/02_run.ipynb #7be00022
+class _OfFastai(Watch):
+    "For fastai's own loop"
+    name,_idle = 'watch',frozenset(inner_loop)
+    def __call__(self, event_name):
+        if event_name == 'after_batch': self.after_batch()
+        elif event_name not in self._idle: super().__call__(event_name)
+
+def _watch_of(learn): return Watch if isinstance(learn, FastLoop) else _OfFastai
 
 # %% ../../nbs/bench/02_run.ipynb #2c07b337
 def run_recipe(recipe:str|Recipe, # What to run: a recipe or its name, a function that returns a Learner or its name
@@ -198,7 +212,7 @@ def _at_rest(state, idle):
     return {**state, 'gpu': {**state['gpu'], 'busy': idle['gpu']['busy']}}
 
 def _train(learn, r, run, tell, stop, device, energy, idle, every=None):
-    watch,target = Watch(tell, None if every else stop, partial(glance, device)),r.switches().target
+    watch,target = _watch_of(learn)(tell, None if every else stop, partial(glance, device)),r.switches().target
     goal = TimeToAccuracy(target, tell=lambda o: None, whole=True) if target else None
     alone = not hasattr(learn, 'distributed_trainer')
     cbs = [watch] + ([goal] if goal else []) + ([Energy()] if energy else [])

@@ -140,9 +140,9 @@ def placed(command): # With a parameter `place`
         asked = {k: values.pop(k) for k in _where}
         goes_on = bool(values.get('checkpoint_every') or values.get('resume'))
         return command(**values, place=_place(goes_on=goes_on, **asked))
-    def one(k, kind): return Parameter(k, Parameter.KEYWORD_ONLY, annotation=kind, default=None if k != 'slurm' else False)
-    own = [(k, p.replace(kind=Parameter.KEYWORD_ONLY)) for k,p in signature(command).parameters.items()]
-    more = [one(*o) for o in _where.items()]
-    params = [o for k,p in own for o in (more if k == 'place' else [p])]
-    run.__signature__,run.__annotations__ = signature(run).replace(parameters=params),{o.name: o.annotation for o in params}
+    own,named = signature(command).parameters.items(),Parameter.KEYWORD_ONLY
+    more = [Parameter(k, named, annotation=o, default=False if k == 'slurm' else None) for k,o in _where.items()]
+    params = [o for k,p in own for o in (more if k == 'place' else [p.replace(kind=named)])]
+    run.__signature__ = signature(run).replace(parameters=params)
+    run.__annotations__ = {o.name: o.annotation for o in params}
     return run

@@ -55,11 +55,6 @@ class Board:
         last = max((o['attempt'] for o in read('here').values()), default=0)
         return {k: v for k,v in sorted(said.items()) if v['attempt'] == last}
 
-    def is_over(self, grace # Seconds
-        )->bool:
-        "Has another process failed, longer ago than that?"
-        return any(time.time() - o['time'] > grace for r,o in self.of_all('error').items() if r != self.rank)
-
 # %% ../../nbs/distributed/10_board.ipynb #d9b35c30
 _ECHOES = re.compile(r'gloo/|gloo::|ncclRemoteError|NCCL|ProcessGroup|Connection (reset|closed|refused)|Broken pipe|'
                      r'Timed out waiting|another process has failed|monitoredBarrier|TCPStore|store->get', re.I)
@@ -81,6 +76,12 @@ def failed(self:Board, e): # The error
              traceback=''.join(traceback.format_exception(e)), time=time.time())
 
 # %% ../../nbs/distributed/10_board.ipynb #6a1cda1f
+@patch
+def is_over(self:Board, grace # Seconds
+    )->bool:
+    "Has another process failed, longer ago than that?"
+    return any(time.time() - o['time'] > grace for r,o in self.of_all('error').items() if r != self.rank)
+
 @patch
 def earlier(self:Board, what # 'here', 'error' or 'result'
     )->dict: # Empty: nothing

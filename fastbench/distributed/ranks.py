@@ -17,10 +17,10 @@ from fastai.torch_core import nested_reorder, to_concat, to_detach
 from fastcore.basics import noop, patch
 from fastcore.foundation import L
 from torch import Tensor
-from torch.autograd import Variable
 
 import fastbench.distributed.ddp  # into the registry
 from .strategy import engine_of, get_strategy
+from ..compat import call_after_backward
 from ..errors import UserError
 from ..machine.group import OtherFailed, broadcast, gather, rank, sum_over_ranks, world_size
 from ..measure.lifecycle import DuringFit
@@ -140,7 +140,7 @@ def before_backward(self:RankTrainer):
 
 @patch
 def _begun(self:RankTrainer, grad):
-    Variable._execution_engine.queue_callback(partial(noting(self.learn), GRADIENT_SYNC))
+    call_after_backward(partial(noting(self.learn), GRADIENT_SYNC)) # before DDP's own, which comes later
 
 # %% ../../nbs/distributed/05_ranks.ipynb #f9a1934e
 @patch

@@ -18,7 +18,8 @@ THEME = dict(  # name -> on white, on black
     loss=('#9dbfe4', '#2c5380'), backward=('#4a86c5', '#86b6ea'), opt_step=('#3f9389', '#4fa89d'),
     zero_grad=('#a5d3cc', '#2c6b64'), callbacks=('#8b9299', '#7d858d'), unattributed=('#c5cad0', '#4d545c'),
     buffer_sync=('#d9a0b4', '#7e4a5d'), loss_sync=('#cc7f9b', '#93526b'), gradient_sync=('#b34a6b', '#c9718f'),
-    step_sync=('#8f3654', '#dd90aa'), compile=('#8a63b8', '#a888cf'), other=('#d3d7dc', '#434a51'), series0=('#2f6db3', '#6fa8e6'),
+    step_sync=('#8f3654', '#dd90aa'), compile=('#8a63b8', '#a888cf'), other=('#d3d7dc', '#434a51'),
+    series0=('#2f6db3', '#6fa8e6'),
     series1=('#cc6a1e', '#ea9a58'), series2=('#3c8f5c', '#66bb86'), series3=('#8560b5', '#b294dc'),
     series4=('#b3456a', '#e0819f'), series5=('#7b7722', '#bdb75a'), good=('#1d7a3a', '#57b877'),
     bad=('#c02b33', '#f2777c'), warm=('#9c6500', '#e0b04a'))
