@@ -60,7 +60,7 @@ class Watch(Callback):
         look=None, # Called after an epoch, at most every 5 seconds: what is to be seen of the machine
     ):
         self._tell,self._stop,self._look = tell or (lambda o: None),stop or (lambda: False),look
-        self._next,self._looked,self._history,self.seen = 0.,time.monotonic(),[],[]
+        self._next,self._looked,self._history,self.seen = 0.,-math.inf,[],[]
         self.diverged = self.stopped = False
         self._finite = _Glimpse()
 
