@@ -68,7 +68,7 @@ def kill_tree(process): # Of subprocess
 
 # %% ../../nbs/bench/04_processes.ipynb #3bb662cf
 class Tail:
-    "Lines that a file has gained since one looked last"
+    "New lines of a file that grows"
     def __init__(self, path # It may not be there yet
         ): self.path,self.at = path,0
     def __iter__(self):
@@ -137,7 +137,7 @@ class Launch:
         for line in self._progress: self.tell(json.loads(line))
 
     def heed(self):
-        "Signals that came since one asked last: the how many-th each is, and its number"
+        "New signals: how many there are by now, and which"
         for signum in self.signals.got[self._heeded:]:
             self._heeded += 1
             yield self._heeded,signum

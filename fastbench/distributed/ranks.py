@@ -140,7 +140,7 @@ def before_backward(self:RankTrainer):
 
 @patch
 def _begun(self:RankTrainer, grad):
-    call_after_backward(partial(noting(self.learn), GRADIENT_SYNC)) # before DDP's own, which comes later
+    call_after_backward(partial(noting(self.learn), GRADIENT_SYNC)) # DDP queues its own after it
 
 # %% ../../nbs/distributed/05_ranks.ipynb #f9a1934e
 @patch
