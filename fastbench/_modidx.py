@@ -3073,6 +3073,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'fastbench/measure/profiler.py'),
                                             'fastbench.measure.profiler._efficiency': ( 'measure/profiler.html#_efficiency',
                                                                                         'fastbench/measure/profiler.py'),
+                                            'fastbench.measure.profiler.noted': ( 'measure/profiler.html#noted',
+                                                                                  'fastbench/measure/profiler.py'),
                                             'fastbench.measure.profiler.noting': ( 'measure/profiler.html#noting',
                                                                                    'fastbench/measure/profiler.py')},
             'fastbench.measure.stations': { 'fastbench.measure.stations.Ledger': ( 'measure/stations.html#ledger',

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from ..callback.override import override
 from ..machine.group import OtherFailed, broadcast, max_over_ranks, world_size
 from ..measure.lifecycle import DuringFit
-from ..measure.profiler import noting
+from ..measure.profiler import noted
 from ..measure.stopwatch import LAST, STEP_SYNC
 
 # %% ../../nbs/distributed/01_agree.ipynb #9214fa72
@@ -84,10 +84,8 @@ def _agree(self:DecideTogether, why):
     if own < 4 and self._noted is not None and self._noted.name:
         own,why = 4,KeyboardInterrupt(f'{self._noted.name}: stopped after the step')
     every = getattr(self.learn, 'checkpoint_every', None)
-    note = noting(self.learn)
-    note(STEP_SYNC)
-    most,wish = map(int, max_over_ranks([own, every.wish() if every else 0]))
-    note(LAST['after_cancel_batch'])  # nothing begins there
+    with noted(self.learn, STEP_SYNC, LAST['after_cancel_batch']): # after which nothing begins
+        most,wish = map(int, max_over_ranks([own, every.wish() if every else 0]))
     if wish and not most: every.grant(wish)
     if not most: return
     if own != most: why = _ending(most, self.learn.training)

@@ -15,6 +15,7 @@ from ..callback.override import override
 from .strategy import Strategy, register_strategy
 from ..errors import UserError
 from ..machine.group import heed_srun, world_size
+from ..measure.profiler import noted
 from ..measure.stopwatch import BUFFER_SYNC, LAST
 
 # %% ../../nbs/distributed/03_ddp.ipynb #b7f7e54c
@@ -51,13 +52,10 @@ class DDP(Strategy):
 
 # %% ../../nbs/distributed/03_ddp.ipynb #5a1c0e04
 @patch
-def tell_syncs(self:DDP, model, # That is trained
-               note # Called with a mark of the stopwatch
-    ): # Ends it
+def tell_syncs(self:DDP, learn # A Learner in a fit, with the model that is trained
+    ): # Call it when the fit is over
     "Tell the profiler when buffers are sent"
-    if not hasattr(model, '_sync_buffers'): return noop
+    if not hasattr(learn.model, '_sync_buffers'): return noop
     def sync(own):
-        note(BUFFER_SYNC)
-        own()
-        note(LAST['before_batch'])
-    return override(model, '_sync_buffers', sync)
+        with noted(learn, BUFFER_SYNC, LAST['before_batch']): own()
+    return override(learn.model, '_sync_buffers', sync)

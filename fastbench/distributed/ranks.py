@@ -123,7 +123,7 @@ def switch_on(self:RankTrainer):
     if rank():
         learn.logger = noop
         self.at_end(partial(setattr, learn, 'logger', logger))
-    self.at_end(s.tell_syncs(learn.model, lambda m: noting(learn)(m)))
+    self.at_end(s.tell_syncs(learn))
     learn.engine = engine_of(learn, s)
 
 @patch

@@ -74,9 +74,8 @@ def before_validate(self:Strategy, model # That is trained
     ): "Make the same on all processes what validation needs"
 
 @patch
-def tell_syncs(self:Strategy, model, # That is trained
-               note # Called with a mark of the stopwatch
-    ): # Ends it
+def tell_syncs(self:Strategy, learn # A Learner in a fit, with the model that is trained
+    ): # Call it when the fit is over
     "Tell the profiler of exchanges in the forward pass"
     return noop
 

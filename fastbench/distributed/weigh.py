@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from ..machine.group import start_sum, sum_over_ranks, world_size
-from ..measure.profiler import noting
+from ..measure.profiler import noted
 from ..measure.stopwatch import FIRST, LOSS_SYNC
 
 # %% ../../nbs/distributed/00_weigh.ipynb #a049fbee
@@ -54,10 +54,8 @@ class WeighShares(Callback):
         self._sums = start_sum(_counts(*self._own))
 
     def after_loss(self):
-        note = noting(self.learn)
-        note(LOSS_SYNC)
-        (n,items),(self.total,self.items) = self._own,self._sums()
-        note(FIRST['after_loss'])
+        with noted(self.learn, LOSS_SYNC, FIRST['after_loss']): self.total,self.items = self._sums()
+        n,items = self._own
         f = world_size() if _is_sum(self.learn.loss_func) else share_factor(n, self.total, world_size())
         f = f*self._accumulated(items)
         loss = self.learn.loss_grad if n else _zero_loss(self.learn.pred)
@@ -79,8 +77,6 @@ def after_backward(self:WeighShares):
     "Make `learn.loss` that of all processes"
     loss,n = self.learn.loss.detach().mean().as_subclass(Tensor),self._own[0]
     if not n: loss = torch.zeros_like(loss)  # not the mean of nothing
-    note = noting(self.learn)
-    note(LOSS_SYNC)
-    if _is_sum(self.learn.loss_func): self.learn.loss = sum_over_ranks(loss.clone())
-    else: self.learn.loss = (sum_over_ranks(loss.double()*n)/self.total).to(loss.dtype)
-    note(FIRST['after_backward'])
+    with noted(self.learn, LOSS_SYNC, FIRST['after_backward']):
+        if _is_sum(self.learn.loss_func): self.learn.loss = sum_over_ranks(loss.clone())
+        else: self.learn.loss = (sum_over_ranks(loss.double()*n)/self.total).to(loss.dtype)
