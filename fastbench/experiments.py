@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../nbs/03_experiments.ipynb #53604435
+from dataclasses import replace
+
 from .recipe import Rung, get_recipe, register, register_ladder, register_suite
 from .text.kinds import LanguageModel, Transformer
 from .vision.kinds import Small, Timm, Torchvision, XResNet
@@ -150,14 +152,17 @@ _faster = (
     Rung('sorted', 'texts of one length together', dict(loader='sorted')),
     Rung('packed', 'no padding at all', dict(loader='packed')),
     Rung('values', _same, dict(attention='values')),
-    Rung('fused', 'fused optimizer', dict(opt='fused_adam')))
+    Rung('fused', 'fused optimizer', dict(opt='fused_adam')),
+    Rung('ddp', 'four processes, each with the whole model', {}, 211.2, .931, nproc=4, strategy='ddp'),
+    Rung('fsdp', 'four processes, each with a part of each weight', {}, 217.2, nproc=4, strategy='fsdp'))
 _plain = Transformer('faster', 'three epochs of DistilBERT on IMDB; published on one A100', loader='padded', **_imdb)
 register_ladder(_plain, *_faster)
 
 # %% ../nbs/03_experiments.ipynb #5ac3e454
 _here = _imdb | dict(arch='distilbert-tiny', pretrained=False, data='docstrings', max_length=256, epochs=2, lr=1e-3)
 _here_about = 'two epochs of a small DistilBERT on docstrings, by the rungs of faster'
-register_ladder(Transformer('faster-docstrings', _here_about, loader='padded', **_here), *_faster)
+_two = (replace(o, nproc=min(2, o.nproc), about=o.about.replace('four', 'two')) for o in _faster)
+register_ladder(Transformer('faster-docstrings', _here_about, loader='padded', **_here), *_two)
 
 # %% ../nbs/03_experiments.ipynb #47d93587
 _scale = (

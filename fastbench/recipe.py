@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Recipe', 'kinds', 'check_field', 'Kind', 'but', 'as_dict', 'defaults_of', 'upgrade', 'register', 'register_suite',
-           'recipes', 'suites', 'published', 'typical_seconds', 'finder', 'get_recipe', 'expand', 'Rung', 'Ladder',
-           'register_ladder', 'ladders', 'get_ladder']
+           'recipes', 'suites', 'published', 'processes_of', 'typical_seconds', 'finder', 'get_recipe', 'expand',
+           'Rung', 'Ladder', 'register_ladder', 'ladders', 'get_ladder']
 
 # %% ../nbs/02_recipe.ipynb #fe892491
 import traceback
@@ -240,7 +240,7 @@ def upgrade(was:dict # Fields as a Run has them, of this version or an older one
     return dict(kind=cls.__name__) | {k: v for k,v in was.items() if k in cls.__dataclass_fields__}
 
 # %% ../nbs/02_recipe.ipynb #4a49ba41
-_registry, _suites, _published, _variants, _ladders, _typical = {}, {}, {}, {}, {}, {}
+_registry, _suites, _published, _variants, _ladders, _typical, _processes = {}, {}, {}, {}, {}, {}, {}
 
 def _take(name):
     _load()
@@ -279,6 +279,12 @@ def published(name:str # A recipe's name
     "What a recipe's authors measured"
     _load()
     return list(_published.get(name, ()))
+
+def processes_of(name:str # A recipe's name
+    )->tuple: # Of each machine; how they share the model, '' for one process
+    "How many processes a training was meant for"
+    _load()
+    return _processes.get(name, (1, ''))
 
 def typical_seconds(recipe:Recipe # As it is to be run
     )->float|None: # Of its fit, on two cores; None where nobody said
@@ -332,6 +338,8 @@ class Rung:
     changes: dict # New values of the recipe's fields
     seconds: float|None = None # What its author measured
     accuracy: float|None = None # Share of the validation set, likewise
+    nproc: int = 1 # Processes that train together
+    strategy: str = '' # How they share the model; '': 'ddp', if there are several
 
 @dataclass(frozen=True)
 class Ladder:
@@ -353,6 +361,7 @@ def register_ladder(base:Recipe, # Where it starts; its name is the ladder's
     for o in rungs:
         recipe = but(recipe, name=f'{base.name}-{o.name}', about=o.about, **o.changes)
         register(recipe)
+        _processes[recipe.name] = o.nproc,o.strategy or ('ddp' if o.nproc > 1 else '')
     register_suite(base.name, *(f'{base.name}-{o.name}' for o in rungs))
     _ladders[base.name] = Ladder(base.name, base.about, rungs)
     return _ladders[base.name]

@@ -1,7 +1,7 @@
 "Runs of several processes beside those of one: who starts them, and what is said where they are set side by side"
 import pytest
 
-from fastbench.bench.processes import launch_processes, starter
+from fastbench.bench.processes import launch_processes, started_with, starter
 from fastbench.compare.ab import start_ab
 from fastbench.compare.ladder import LadderTable
 from fastbench.compare.runs import Compared
@@ -23,7 +23,8 @@ def made(world_size=None, strategy='', rate=100., repeat=0, bs=16, name='mine', 
 # One seam
 
 def test_who_starts_a_run():
-    assert starter().__name__ == 'launch'
+    def of(name): return started_with(starter(), get_recipe(name))
+    assert of('digits-xresnet18') == of('faster-fused') == (1, '') and of('faster-ddp') == (4, 'ddp') and of('faster-docstrings-fsdp') == (2, 'fsdp')
     several = starter(2, timeout=5.)
     assert several.func is launch_processes and several.keywords == dict(nproc=2, strategy='ddp', timeout=5.)
     for args, says in (((None, 'fsdp'), 'say how many'), ((2, 'zeor'), "unknown strategy 'zeor'"), ((0,), 'nproc=0 cannot be')):
@@ -73,6 +74,30 @@ def test_tables_of_recipes_name_other_processes():
     assert mixed in suite_table('quick', own).notes and mixed in suite_table('fp16', [made(n, 'ddp' if n else '', name='cifar100-resnet18') for n in (None, 2)]).notes
     assert any(o.startswith('2 (ddp) processes that train together: times') for o in LadderTable(get_ladder('dawn'), runs(2, 2)).notes)
     assert not any('processes' in o for o in LadderTable(get_ladder('dawn'), runs(None, None)).notes)
+
+
+def test_rungs_of_several_processes_are_on_purpose():
+    rungs = [made(name='faster-docstrings-fused'), made(2, 'ddp', rate=80., name='faster-docstrings-ddp')]
+    climb = LadderTable(get_ladder('faster-docstrings'), rungs)
+    assert climb.rows[1]['processes'] == '2' and climb.rows[1]['gain'] == pytest.approx(1.6) and climb.rows[0]['processes'] is None
+    assert 'processes that train together: 1, 2 (ddp); times are those of the first, samples/s those of all' in climb.notes and not any('NOT COMPARABLE' in o for o in climb.notes)
+    rungs[1].world_size = 3
+    assert any('NOT COMPARABLE' in o for o in LadderTable(get_ladder('faster-docstrings'), rungs).notes)
+
+
+def test_a_rung_that_is_refused_leaves_the_others(monkeypatch, tmp_path):
+    import fastbench.bench.processes as module
+    from fastbench.compare.ladder import ladder
+    from fastbench.recipe import Rung
+    from fastbench.runs.store import save
+    def start(r, folder, repeat, **kw):
+        if r.name.endswith('-ddp'): raise UserError('process 1 of this machine has no GPU')
+        return str(save(made(name=r.name, repeat=repeat), folder))
+    monkeypatch.setattr(module, 'launch_as_meant', start)
+    climb = ladder('faster-docstrings', tmp_path, ['fused', 'ddp', 'fsdp'], repeats=2)
+    assert [(r['rung'], r['n']) for r in climb.rows] == [('fused', 2), ('fsdp', 2)] and 'ddp: not run: process 1 of this machine has no GPU' in climb.notes
+    with pytest.raises(UserError, match='has no GPU'): ladder('faster-docstrings', tmp_path, ['ddp'])
+    with pytest.raises(UserError, match='rung two is of several processes: make the ladder known'): ladder('digits-xresnet18', tmp_path, [Rung('two', '', {}, nproc=2)])
 
 
 # Scaling

@@ -7,8 +7,10 @@ import torch
 from fastbench.compare.ladder import LadderTable, ladder_recipes
 from fastbench.bench.learner import bench_learner
 from fastbench.errors import UserError
-from fastbench.recipe import get_ladder, recipes, suites
+from fastbench.recipe import get_ladder, get_recipe, recipes, suites
+from fastbench.bench.processes import starter
 from fastbench.bench.run import run_recipe
+from fastbench.runs.store import load
 
 SMALL = dict(device='cpu', offline=True)
 TINY = SMALL | dict(sample=.03, epochs=1)
@@ -59,6 +61,13 @@ def test_the_best_epoch_is_kept_of_epochs_cut_short():
     assert run.status == 'ok' and [set(o) for o in run.epochs] == [{'train_loss', 'valid_loss', 'accuracy'}]*2, run.error
     ended = run_recipe('docstrings-distilbert', **with_best, stop=iter([False, True, True]).__next__)  # before there is a best one
     assert ended.status == 'interrupted', ended.error
+
+
+@pytest.mark.parametrize('rung', ['ddp', 'fsdp'])
+def test_the_best_epoch_is_kept_in_several_processes(tmp_path, rung):
+    "Each has a folder of its own, and only the first writes"
+    run = load(starter()(get_recipe(f'faster-docstrings-{rung}', sample=.03, epochs=1, max_length=32), tmp_path, device='cpu', offline=True))
+    assert run.status == 'ok' and run.processes == (2, rung) and set(run.test) == {'loss', 'accuracy'}, run.error
 
 
 @pytest.mark.usefixtures('bf16')

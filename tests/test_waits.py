@@ -31,7 +31,7 @@ from fastbench.callback.target import TimeToAccuracy
 from fastbench.callback.tta import FlipTTA
 from fastbench.bench.learner import bench_learner
 from fastbench.errors import UserError
-from fastbench.recipe import recipes
+from fastbench.recipe import processes_of, recipes
 from fastbench.text import recipes as text_recipes
 from fastbench.train.resume import CheckpointEvery
 from pretend import pretend
@@ -154,7 +154,7 @@ def recipe_case(name):
     return Case(name, name, changes, **kwargs)
 
 
-NAMES = [o for o in recipes() if o.startswith(('digits', 'photos', 'docstrings', 'dawn-photos', 'faster-docstrings'))]
+NAMES = [o for o in recipes() if o.startswith(('digits', 'photos', 'docstrings', 'dawn-photos', 'faster-docstrings')) and processes_of(o)[0] == 1]
 RECIPES = [recipe_case(o) for o in NAMES] + [
     Case(f'{kind.lower()} {arch}', 'digits-xresnet18', DIGITS | dict(kind=kind, arch=arch, size=32)) for kind, arch in (('Torchvision', 'resnet18'), ('Timm', 'test_resnet'))]
 

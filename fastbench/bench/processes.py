@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STRATEGIES', 'torchrun', 'tree', 'kill_tree', 'Tail', 'check_several', 'Launch', 'Ended', 'Here', 'write_spec',
-           'launch_processes', 'ended', 'starter', 'started_with']
+           'launch_processes', 'ended', 'launch_as_meant', 'starter', 'started_with']
 
 # %% ../../nbs/bench/04_processes.ipynb #1fd8e0f0
 import json, os, pickle, re, shlex, signal, subprocess, sys, tempfile, time
@@ -16,7 +16,7 @@ from .launch import GRACE, CannotStart, Signals, failed_run, outcome, pack
 from ..distributed.board import Board, blame
 from ..errors import UserError, unknown
 from ..machine.environment import worker_cores
-from ..recipe import get_recipe
+from ..recipe import get_recipe, processes_of
 from ..runs.store import FOLDER, check_folder
 from ..runs.unfinished import checkpoint_options
 
@@ -249,15 +249,23 @@ def ended(board, # Of processes that have ended
     return failed_run(recipe, repeat, folder, line, traceback=why['traceback'], **many)
 
 # %% ../../nbs/bench/04_processes.ipynb #bd78d057
-def starter(nproc=None, # Processes on each machine; None: one, here without torchrun
+def launch_as_meant(recipe, # A `Recipe`
+                    *args, **kwargs # Of `launch`
+    )->str: # The file of the Run
+    "In one process without torchrun, but for a rung of several"
+    from fastbench.bench.launch import launch
+    nproc,strategy = processes_of(recipe.name)
+    if nproc == 1: return launch(recipe, *args, **kwargs)
+    return launch_processes(recipe, nproc, *args, strategy=strategy, **kwargs)
+
+def starter(nproc=None, # Processes on each machine; None: as the recipe is meant, mostly one without torchrun
             strategy=None, # How they share the model: 'ddp', 'fsdp'; None: 'ddp'
             place=None, # Where they run: `Slurm(...)`, `Hosts(...)`; None: on this machine
             **options # Of `launch_processes`: timeout, max_restarts
     ): # As `launch`
     "Who starts a training: `launch`, or `launch_processes` for several"
-    from fastbench.bench.launch import launch
     if place is not None: nproc,strategy = nproc or 1,strategy or ('ddp' if (nproc or 1)*place.nodes > 1 else None)
-    if nproc is None and strategy is None: return launch
+    if nproc is None and strategy is None: return launch_as_meant
     if nproc is None:
         raise UserError(f'strategy {strategy!r} is how several processes share a model: say how many there are '
                         '(--nproc 2)')
@@ -267,8 +275,10 @@ def starter(nproc=None, # Processes on each machine; None: one, here without tor
     return partial(launch_processes, nproc=nproc, strategy=strategy, **options)
 
 # %% ../../nbs/bench/04_processes.ipynb #caf98968
-def started_with(start # As `starter` gives it
+def started_with(start, # As `starter` gives it
+                 recipe # What it starts
     )->tuple: # As `world_size` and `strategy` of a Run
     "How many processes it starts, and how they share the model"
+    if start is launch_as_meant: return processes_of(recipe.name)
     told = getattr(start, 'keywords', {})
     return told.get('nproc', 1)*getattr(told.get('place'), 'nodes', 1),told.get('strategy') or ''

@@ -60,9 +60,10 @@ def ladder(
     which,todo = ladder_recipes(name, only, **changes)
     start = starter(nproc, strategy, place)
     check_folder(out)
-    paths,code = run_all(todo, repeats, out, shuffle=True, start=start, device=device, offline=offline)
+    refused = {}
+    paths,code = run_all(todo, repeats, out, refused, shuffle=True, start=start, device=device, offline=offline)
     kept = [load(o) for o in paths]
-    climb = LadderTable(which, kept)
+    climb = LadderTable(which, kept, refused.items())
     if as_json: print(climb.to_json())
     elif kept: print(climb.to_markdown() if markdown else climb)
     if plot and any(r['total'] for r in climb.rows): draw(climb, plot)

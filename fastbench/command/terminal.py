@@ -169,7 +169,7 @@ def _run_one(job, i, repeats, out, options):
     from fastbench.bench.processes import started_with, starter
     start = job.start or starter()
     title = f'{job.recipe.name}{job.about}' + (f' {i+1}/{repeats}' if repeats > 1 else '')
-    with progress(title + how_long(job.recipe, out, started_with(start))) as tell:
+    with progress(title + how_long(job.recipe, out, started_with(start, job.recipe))) as tell:
         return start(job.recipe, folder=out, tell=tell, repeat=i, **options)
 
 # %% ../../nbs/command/01_terminal.ipynb #7aaafaf2

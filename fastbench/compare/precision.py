@@ -10,7 +10,7 @@ from fastcore.basics import patch
 
 from ..measure.phases import middle
 from ..errors import UserError
-from ..recipe import as_dict, published, recipes
+from ..recipe import as_dict, processes_of, published, recipes
 from ..measure.table import Table, rate, seconds
 
 # %% ../../nbs/compare/04_precision.ipynb #296379a7
@@ -28,9 +28,12 @@ def processes_said(runs:list # `Run`s of one table
     "In how many processes Runs trained, and a warning where not all in as many"
     each = list(dict.fromkeys(o.processes for o in runs))
     said = ', '.join(f'{n} ({s})' if s else str(n) for n,s in each)
+    last = 'times are those of the first, samples/s those of all'
+    if len(each) > 1 and all(o.processes == processes_of(o.recipe.get('name')) for o in runs):
+        return [f'processes that train together: {said}; {last}']
     if len(each) > 1: return [f'NOT COMPARABLE: these Runs are of different numbers of processes: {said}']
     if not each or each[0][0] == 1: return []
-    return [f'{said} processes that train together: times are those of the first, samples/s those of all']
+    return [f'{said} processes that train together: {last}']
 
 
 # %% ../../nbs/compare/04_precision.ipynb #f07bc4b7

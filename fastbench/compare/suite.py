@@ -10,12 +10,12 @@ from textwrap import wrap
 
 from fastcore.basics import patch
 
-from .ladder import LadderTable, rounds
+from .ladder import LadderTable, train_all
 from .precision import Precisions, medians, warned
 from ..errors import UserError, unknown
 from ..recipe import as_dict, expand, get_ladder, get_recipe, ladders, published, suites
 from ..runs.record import plain
-from ..runs.store import FOLDER, load
+from ..runs.store import FOLDER
 from ..measure.table import Table, rate, seconds
 
 # %% ../../nbs/compare/07_suite.ipynb #e241b53e
@@ -165,7 +165,7 @@ def suite_table(name:str, # Of the suite
     ): # A `Suite`, `LadderTable` or `Precisions`
     "A suite's table as it was published, from Runs"
     own = [o for o in runs if o.recipe.get('name') in suites()[name]]
-    if name in ladders(): return LadderTable(get_ladder(name), own)
+    if name in ladders(): return LadderTable(get_ladder(name), own, refused)
     if len({o.precision for o in expand([name])}) > 1:
         return Precisions(own, [(r, why) for r,why in refused if r.name in suites()[name]])
     return Suite(name, own, refused)
@@ -185,10 +185,8 @@ def suite(name:str, # `colab`, `fp16`, `wikitext`, `quick`; `fastbench list suit
     "Train what a suite holds, and set it beside what was published"
     from fastbench.bench.processes import starter
     if name not in suites(): raise UserError(unknown('suite', name, list(suites())))
-    start,kept,refused = starter(nproc, strategy, place),[],{}
-    for i,r in rounds(list(dict.fromkeys(get_recipe(o, **changes) for o in expand([name]))), repeats):
-        if r in refused: continue
-        try: kept.append(load(start(r, folder=folder, tell=tell, repeat=i, device=device, offline=offline)))
-        except UserError as e: refused[r] = str(e)
-    if not kept: raise UserError(f'nothing of suite {name} could be run: {next(iter(refused.values()))}')
-    return suite_table(name, kept, list(refused.items()))
+    todo = list(dict.fromkeys(get_recipe(o, **changes) for o in expand([name])))
+    kept,refused = train_all(starter(nproc, strategy, place), todo, repeats, folder=folder, tell=tell, device=device,
+                             offline=offline)
+    if not kept: raise UserError(f'nothing of suite {name} could be run: {refused[0][1]}')
+    return suite_table(name, kept, refused)

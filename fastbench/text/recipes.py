@@ -17,6 +17,7 @@ from fastai.metrics import accuracy
 
 from ..callback.target import epoch_values
 from ..machine.download import DataUnavailable
+from ..machine.group import broadcast, is_joined, rank, world_size
 from ..errors import UserError
 from ..recipe import Recipe
 from .data import hf_dls
@@ -108,14 +109,24 @@ class _SaveModel(SaveModelCallback):
         self._save(self.fname)
 
     def after_fit(self):
-        if self._kept: super().after_fit()
+        if not self._kept: return
+        self._share()
+        super().after_fit()
+
+    def _share(self):
+        "The first process has written the file: its folder is not there for those of other machines"
+        if not is_joined() or world_size() < 2: return
+        own = self.learn.path/self.learn.model_dir/f'{self.fname}.pth'
+        data = broadcast(None if rank() else own.read_bytes())
+        if rank(): own.write_bytes(data)
 
     def state_dict(self):
-        best = torch.load(self.last_saved_path, map_location='cpu') if self._kept else None
-        return dict(best=self.best, weights=best)
+        mine = self._kept and not rank()
+        weights = torch.load(self.last_saved_path, map_location='cpu') if mine else None
+        return dict(best=self.best, kept=self._kept, weights=weights)
     def load_state_dict(self, state):
-        self.best,self._kept = state['best'],state['weights'] is not None
-        if not self._kept: return
+        self.best,self._kept = state['best'],state.get('kept', state['weights'] is not None)
+        if state['weights'] is None: return
         self.last_saved_path = self.learn.path/self.learn.model_dir/f'{self.fname}.pth'
         torch.save(state['weights'], self.last_saved_path)
 
