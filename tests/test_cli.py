@@ -231,6 +231,39 @@ def test_list(kept, monkeypatch, capsys):
     assert 'none yet' in command(monkeypatch, capsys, 'list', 'runs', '--out', kept/'nothing')[1]
 
 
+def test_a_list_is_read_down_its_columns(kept, monkeypatch, capsys):
+    def said(width, *args):
+        if width: monkeypatch.setattr('fastbench.command.keep._room', lambda: width)
+        return command(monkeypatch, capsys, 'list', *args, '--out', kept)[1].splitlines()
+    recipes = said(None, 'recipes')
+    starts = {o.index(k) for o in recipes if (k := next((k for k in ('XResNet ', 'Transformer ', 'Small ') if k in o), None))}
+    assert len(starts) == 1 and any(o.split()[:5] == ['dawn-*', 'Small', 'cifar10', 'yes', 'GPU'] for o in recipes) and not any('dawn-once' in o for o in recipes)
+    assert any(o.split()[:5] == ['digits-xresnet18', 'XResNet', 'digits', 'no', 'any'] for o in recipes) and max(map(len, recipes)) > 120
+    assert any(o.startswith('  dawn ') and o.endswith('11 rungs: baseline, simple-stem, once, bulk, main, larger-batch, fast-norm, cutout, resnet9, ten-epochs, airbench') for o in said(None, 'suites'))
+    for o in ('recipes', 'suites', 'runs'): assert max(map(len, said(80, o))) <= 80
+    assert said(80, 'recipes')[1].split() == ['kind', 'data', 'download', 'device'] and 'scanned' not in ' '.join(said(80, 'recipes')) and 'scanned' in ' '.join(said(200, 'recipes'))
+
+
+def test_runs_are_told_apart_by_what_differs(tmp_path, monkeypatch, capsys):
+    for bs, prec in ((64, 'fp32'), (128, 'fp32')): save(make(recipe=dict(name='digits-xresnet18', bs=bs, size=32), precision=dict(effective=prec)), tmp_path)
+    lines = command(monkeypatch, capsys, 'list', 'runs', '--out', tmp_path)[1].splitlines()
+    assert [('batch 64' in o, 'batch 128' in o) for o in lines[1:]] == [(True, False), (False, True)] and not any('fp32' in o or ' 32 ' in o for o in lines)
+
+
+def test_what_needs_no_download():
+    from fastbench.recipe import ALWAYS_THERE
+    from fastbench.text.sources import text_sources
+    from fastbench.vision.sources import sources
+    assert {*ALWAYS_THERE} == {k for k, o in {**sources, **text_sources}.items() if not o.url}
+
+
+def test_many_names_are_not_all_said(monkeypatch, capsys):
+    "A suggestion first, then where all stand"
+    for args, says in ((('run', 'digit-xresnet18'), "unknown recipe or suite 'digit-xresnet18'; did you mean 'digits-xresnet18'? `fastbench list` shows all"),
+                       (('run', 'digits-xresnet18', '--set', 'batch_size=3'), "unknown field 'batch_size'; did you mean 'bs'? `fastbench show RECIPE` lists the fields")):
+        assert command(monkeypatch, capsys, *args)[2] == f'fastbench: {says}\n'
+
+
 def test_list_and_export_of_some(kept, monkeypatch, capsys, tmp_path):
     code,out,err = command(monkeypatch, capsys, 'list', '--status', 'failed', '--status', 'diverged', '--out', kept)
     assert code == 0 and out.count('digits-xresnet18-2') == 2 and 'Suites' not in out and 'cut.json' in err

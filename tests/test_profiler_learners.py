@@ -53,5 +53,25 @@ def test_application(make, tmp_path):
         r = learn.profiler.results
         assert value(r, 'train', 'step') == 2*n and value(r, 'valid', 'step') == 3*len(learn.dls.valid) + 1
         assert value(r, 'fit', 'fit') == 4 and value(r, 'train', 'step', 'samples_per_second') > 0
+    open_ = learn.profiler.profile.facts['remedies']
+    assert ('channels-last' in open_) == ('images' in open_) == (make is vision) and {'torch.compile', 'a fused optimizer'} <= {*open_}
     adds_up(r)
     clean(learn)
+
+
+def test_advice_is_what_this_training_does_not_have(tmp_path):
+    "Who has channels-last, bf16 and compile is not told to try them"
+    learn, _ = vision(tmp_path)
+    learn.model.to(memory_format=torch.channels_last)
+    learn.model.compile(backend='eager')
+    learn.profile()
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    assert not {'channels-last', 'torch.compile'} & {*learn.profiler.profile.facts['remedies']}
+    assert 'channels-last' not in learn.profiler.verdict and 'torch.compile' not in learn.profiler.verdict
+
+
+def test_before_a_fit_the_profiler_says_what_to_do(tmp_path):
+    learn, _ = tabular(tmp_path)
+    prof = learn.profile().profiler
+    assert str(prof) == 'nothing measured yet: call learn.fit' and 'nothing measured yet' in prof._repr_html_() and prof.verdict is None
+    assert {'results', 'table', 'verdict', 'show', 'plot', 'to_csv'} <= {*dir(prof)} and not {'fit_one_cycle', 'state_dict', 'forward'} & {*dir(prof)}

@@ -11,10 +11,11 @@ import json, sys
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
+from textwrap import wrap
 
 from ..runs.query import export, select
 from ..own.source import is_own
-from ..recipe import as_dict, get_recipe, recipes, suites
+from ..recipe import ALWAYS_THERE, as_dict, get_ladder, get_recipe, ladders, recipes, suites
 from ..runs.record import plain
 from ..runs.store import FOLDER, find
 from .options import Json, Out, argument, flag, given, option
@@ -46,6 +47,54 @@ def _filters(**kwargs): return given({k: v or None for k,v in kwargs.items()})
 def _tell(bad):
     for o in bad: print(f'passed over: {o}', file=sys.stderr)
 
+# %% ../../nbs/command/03_keep.ipynb #6a0c51d2
+def _room(): # Characters of a line; a pipe has no end
+    from rich.console import Console
+    return Console().width if sys.stdout.isatty() else 10**6
+
+def _lines(row, widths, room):
+    "A row: its last column wraps, below the others if it has little room beside them"
+    first = '  ' + ''.join(o.ljust(w + 2) for o,w in zip(row, widths))
+    least = min(len(row[-1]), 36)
+    indent,start = (len(first), 0) if room - len(first) >= least else (6, 1)
+    last = wrap(row[-1], room - indent, break_on_hyphens=False) or ['']
+    if start: return [first.rstrip()] + [' '*indent + o for o in last]
+    return [(a + b).rstrip() for a,b in zip([first] + [' '*indent]*len(last), last)]
+
+def _section(title, rows, head=()):
+    "Aligned columns under a title; below `head` the last one may be left out"
+    body,room = [list(head)]*bool(head) + [list(map(str, o)) for o in rows],_room()
+    *widths,_ = (max(map(len, o)) for o in zip(*body))
+    if head and room - sum(o + 2 for o in widths) < 32: body,widths = [o[:-1] for o in body],widths[:-1]
+    print('\n'.join([title] + [line for o in body for line in _lines(o, widths, room)]))
+
+# %% ../../nbs/command/03_keep.ipynb #6a0c51d4
+def _rungs(name): return [o.name for o in get_ladder(name).rungs]
+
+def _suites():
+    def said(k, v): return f'{len(v)} rungs: {", ".join(_rungs(k))}' if k in ladders() else ', '.join(v)
+    return [(k, said(k, v)) for k,v in suites().items()]
+
+def _recipes():
+    of = {f'{k}-{o}': k for k in ladders() for o in _rungs(k)}
+    rows = {of.get(o.name, o.name): o for o in reversed(recipes().values())}
+    def row(k, o):
+        fetched = o.data not in ALWAYS_THERE
+        kind,about = type(o).__name__,get_ladder(k).about if k in ladders() else o.about
+        return [k + '-*'*(k in ladders()), kind, o.data, 'yes' if fetched else 'no', 'GPU' if fetched else 'any', about]
+    return [row(k, o) for k,o in reversed(rows.items())]
+
+# %% ../../nbs/command/03_keep.ipynb #6a0c51d6
+def _many(n): return f"{n} process{'es'*(n > 1)}"
+
+_told_apart = (lambda r: f"batch {r.recipe.get('bs', '')}", lambda r: str(r.precision.get('effective') or ''),
+               lambda r: str(r.recipe.get('size') or r.recipe.get('max_length') or ''),
+               lambda r: str(r.device.get('name') or ''), lambda r: _many(r.processes[0]))
+
+def _runs(found):
+    cols = [o for o in ([f(r) for r in found] for f in _told_apart) if len({*o}) > 1]
+    return [[r.id, *own, r.headline] for r,*own in zip(found, *cols)]
+
 # %% ../../nbs/command/03_keep.ipynb #2dc687bc
 @app.command('list')
 def list_(what:argument(Kind, 'What to list.')=Kind.all, recipe:OfRecipe=None, data:OfData=None, device:OnDevice=None,
@@ -63,21 +112,12 @@ def list_(what:argument(Kind, 'What to list.')=Kind.all, recipe:OfRecipe=None, d
         d = dict(suites=suites(), recipes={k: asdict(v) for k,v in recipes().items()}, runs=[summary(o) for o in found])
         d = {k: v for k,v in d.items() if wanted(Kind(k))}
         return print_json(d) if len(found) < 100 else print(json.dumps(d))  # indented, thousands take seconds
-    if wanted(Kind.suites): _section('Suites', [(k, ', '.join(v)) for k,v in suites().items()])
-    if wanted(Kind.recipes): _section('Recipes', [(o.name, o.about) for o in recipes().values()])
-    none = 'none yet', '`fastbench run` makes one'
-    if filters: none = 'none like that', '`fastbench list runs` lists all'
-    if wanted(Kind.runs): _section(f'Runs in {out}', [(o.id, o.headline) for o in found] or [none])
+    if wanted(Kind.suites): _section('Suites', _suites())
+    if wanted(Kind.recipes): _section('Recipes', _recipes(), ('', 'kind', 'data', 'download', 'device', ''))
+    none = ['none yet', '`fastbench run` makes one']
+    if filters: none = ['none like that', '`fastbench list runs` lists all']
+    if wanted(Kind.runs): _section(f'Runs in {out}', _runs(found) or [none])
 
-def _section(title, pairs):
-    from rich.console import Console
-    from rich.table import Table
-    t = Table.grid(padding=(0, 2))
-    t.add_column(no_wrap=True)
-    t.add_column(overflow='fold')
-    for a,b in pairs: t.add_row(f'  {a}', b)
-    if sys.stdout.isatty(): Console().print(f'[bold]{title}[/bold]', t)
-    else: print('\n'.join([title] + [f'  {a}  {b}' for a,b in pairs]))
 
 # %% ../../nbs/command/03_keep.ipynb #9525bdd0
 def _show_fields(recipe, as_json):
@@ -89,7 +129,7 @@ def _show_fields(recipe, as_json):
     rows = [dict(field=k, value=plain(said[k]), about=known[k]['about'], may_be=known[k]['rule'][1]) for k in first
             if k not in ('name', 'about', 'function')]
     if as_json: print_json(rows)
-    else: _section(recipe.name, [(f"{o['field']}={o['value']!r}", f"{o['about']}: {o['may_be']}") for o in rows])
+    else: _section(recipe.name, [(o['field'], repr(o['value']), f"{o['about']} ({o['may_be']})") for o in rows])
 
 # %% ../../nbs/command/03_keep.ipynb #8a168113
 @app.command()

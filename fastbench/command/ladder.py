@@ -58,9 +58,8 @@ def ladder(
                          label_col=label_col, text_col=text_col, sample=sample, size=size, epochs=epochs))
     only = [_rung(o) for o in made] if made else rungs and [o.strip() for o in rungs.split(',')]
     which,todo = ladder_recipes(name, only, **changes)
-    start = starter(nproc, strategy, place)
     check_folder(out)
-    refused = {}
+    refused,start = {},starter(nproc, strategy, place)
     paths,code = run_all(todo, repeats, out, refused, shuffle=True, start=start, device=device, offline=offline)
     kept = [load(o) for o in paths]
     climb = LadderTable(which, kept, refused.items())

@@ -88,12 +88,13 @@ def ladder_rows(ladder:Ladder, # Which
     return rows
 
 # %% ../../nbs/compare/05_ladder.ipynb #87333117
-_columns = [('rung', 'rung', str), ('processes', 'processes', str), ('seconds', 'seconds', seconds), ('epochs', 'epochs', '{:g}'.format),
-            ('accuracy', 'accuracy', '{:.2%}'.format), ('total', 'total', str), ('gain', 'step', str),
-            ('compile', 'compile', seconds), ('flops', 'GFLOPs a sample', lambda x: f'{x/1e9:.2f}'),
-            ('share', 'of peak', '{:.0%}'.format), ('published', 'published', '{:g} s'.format),
-            ('published_accuracy', 'its accuracy', '{:.1%}'.format),
-            ('published_total', 'its total', '{:.1f}x'.format)]
+_columns = [
+    ('rung', 'rung', str), ('processes', 'processes', str), ('seconds', 'seconds', seconds),
+    ('epochs', 'epochs', '{:g}'.format), ('accuracy', 'accuracy', '{:.2%}'.format), ('total', 'total', str),
+    ('gain', 'step', str), ('compile', 'compile', seconds),
+    ('flops', 'GFLOPs a sample', lambda x: f'{x/1e9:.2f}'), ('share', 'of peak', '{:.0%}'.format),
+    ('published', 'published', '{:g} s'.format), ('published_accuracy', 'its accuracy', '{:.1%}'.format),
+    ('published_total', 'its total', '{:.1f}x'.format)]
 
 def _times(row, key):
     low,high = row[f'{key}_low'],row[f'{key}_high']

@@ -23,6 +23,7 @@ from .edges import _Compiling, _device_clock, _Last, _Unscaling
 from .stopwatch import FIRST, Stopwatch, UNSCALE, UNSCALED
 from .kernels import Kernels, KernelTable
 from .loader import TimedLoader
+from .remedies import open_remedies
 from .stations import add_up, timed_stations
 from .trace import Trace
 from ..machine.memory import PeakMemory
@@ -155,6 +156,7 @@ def _begin(self:Profiler):
     self._compiling = _Compiling(w)
     w.attach(self._trace, self._kernels, device=clock, graphs=self._compiling)
     self._nested,self._validation = None,learn.lock.locked()
+    if learn.opt is not None: w.profile.facts['remedies'] = open_remedies(learn)
     self._memory = PeakMemory(device).start()
     w.open()
     w.look_each_second(self._memory.sample)
@@ -274,7 +276,9 @@ def results(self:Profiler): # DataFrame: phase, action, calls, mean, std, total,
 @patch(as_prop=True)
 def table(self:Profiler): # A `Table`
     "`results` to be shown, written or drawn"
-    return Table(rows(self.profile), notes=notes(self.profile))
+    found = rows(self.profile)
+    if not found: return Table([], 'nothing measured yet: call learn.fit')
+    return Table(found, '', notes(self.profile), self.profile.facts.get('remedies'))
 
 @patch(as_prop=True)
 def kernels(self:Profiler
@@ -318,6 +322,12 @@ def _repr_html_(self:Profiler): return self.table._repr_html_()
 def __str__(self:Profiler): return str(self.table)
 
 # %% ../../nbs/measure/12_profiler.ipynb #04f641cb
+@patch
+def __dir__(self:Profiler): # fastai's adds all that the Learner and its model have
+    return [o for o in object.__dir__(self) if o.startswith('__') or o in _public]
+
+_public = 'profile results table kernels padding verdict show plot to_markdown to_csv to_json reset'.split()
+
 @patch
 def __getstate__(self:Profiler): return self._options
 

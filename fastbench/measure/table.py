@@ -57,9 +57,10 @@ class Table:
         rows:list, # Dicts, as `phases.rows` makes them; seconds
         title:str='', # What was profiled
         notes=(), # Lines below the table
+        remedies=None, # What is open to the training, for the verdict; None: nobody was asked
     ):
         self.rows,self.title,self.notes = rows,title,list(notes)
-        self.verdict = verdict(rows)
+        self.verdict = verdict(rows, remedies)
 
     def shown(self, row # A dict
         )->dict: # The same, with what its cells hold in place of bare values
@@ -86,7 +87,7 @@ def __str__(self:Table):
     widths = [max(map(len, o)) for o in zip(head, *body)]
     def padded(i, c, w): return c.ljust(w) if i < self.left else c.rjust(w)
     def line(o): return '  '.join(padded(i, c, w) for i,(c,w) in enumerate(zip(o, widths))).rstrip()
-    return '\n'.join([self.title]*bool(self.title) + [line(o) for o in (head, *body)] + self.lines)
+    return '\n'.join([self.title]*bool(self.title) + [line(o) for o in (head, *body) if head] + self.lines)
 
 Table.__repr__ = Table.__str__
 

@@ -78,7 +78,8 @@ def phases(shown:Shown, # What the page is about
     "Stacked bars, verdicts, and the phase table of a Run of each side"
     pics,parts = [o for p in PHASES for o in _bars(shown.sides, p)],[]
     for s,n in filter(all, map(_middle, shown.sides)):
-        t,many = Table(s.rows, notes=s.notes),f', the middle of {n} by the time of the fit' if n > 1 else ''
+        remedies = s.phases.profile.facts.get('remedies')
+        t,many = Table(s.rows, '', s.notes, remedies),f', the middle of {n} by the time of the fit' if n > 1 else ''
         notes = [o for o in t.lines if not t.verdict or o != t.verdict['text']]
         inner = [phase_table(t, f'Phases of {s.label}'), *[h.p(h.bdi(o), cls='note') for o in notes]]
         if t.verdict: parts.append(h.p(h.span(s.label, cls='label'), f"  {t.verdict['text']}"))

@@ -264,7 +264,7 @@ def title(self:Run)->str: # recipe, precision, device, data
 def table(self:Run): # A `Table`, without rows if nothing was measured or the Run diverged
     "Where the time went"
     p = None if self.status == 'diverged' else self.phases
-    return Table(p.rows, self.title, p.notes) if p else Table([], self.title)
+    return Table(p.rows, self.title, p.notes, p.profile.facts.get('remedies')) if p else Table([], self.title)
 
 # %% ../../nbs/runs/01_record.ipynb #53c228a6
 @patch(as_prop=True)
