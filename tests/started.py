@@ -9,8 +9,10 @@ from contextlib import suppress
 
 def outcome(script, *words, env, seconds=500):
     "Exit code and output of a Python script; after `seconds` each of its processes prints where it stands"
+    def hears_ctrl_c(): signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell makes what it starts with & deaf to it
     with tempfile.TemporaryFile('w+') as said:
-        p = subprocess.Popen([sys.executable, str(script), *map(str, words)], env=env | dict(PYTHONFAULTHANDLER='1'), stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        p = subprocess.Popen([sys.executable, str(script), *map(str, words)], env=env | dict(PYTHONFAULTHANDLER='1'), stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
+                             preexec_fn=hears_ctrl_c)
         try: p.wait(seconds)
         except subprocess.TimeoutExpired:
             os.killpg(p.pid, signal.SIGABRT)
