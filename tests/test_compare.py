@@ -4,13 +4,15 @@ import io
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 
 import pytest
 
 from fastbench import cli
-from fastbench.compare.runs import NotComparable, compare, differences, load_side, run_values
+from fastbench.compare.runs import NotComparable, compare, differences, load_side, overall, run_values
+from fastbench.compare.verdict import percent, roughly, signed
 from fastbench.machine.download import DataUnavailable
 from fastbench.measure.phases import Profile, to_dict
 from fastbench.errors import UserError
@@ -105,6 +107,34 @@ def test_memory_and_accuracy():
     a = side()
     for o in a: o.metrics = {}
     assert compare(a, side(1)).accuracy is None
+
+
+# The headline says no more than the verdict
+
+@pytest.mark.parametrize('n', [1, 2, 4])
+def test_few_runs_have_no_interval_and_no_percent_in_the_headline(n):
+    c = compare(side(n=n), side(1, n=n, scale=1.5))
+    assert c.title.endswith('(A): too few runs to tell (5 a side are the least)') and '%' not in c.title
+    assert 'interval' not in str(c) and 'could see' not in str(c) and 'unknown' not in str(c) and c.paired == (n > 1)
+
+
+def test_the_headline_cannot_tell_what_the_verdict_cannot():
+    c = compare(side(spread=.1), side(1, spread=.1))
+    assert overall(c.verdicts).verdict == 'unknown' and re.search(r'overall: cannot tell \(-[0-9.]+% to \+[0-9.]+% time\)$', c.title), c.title
+    assert 'cannot tell' in str(c).splitlines()[2] and 'unknown' not in str(c)
+    assert compare(side(), side(1)).title.endswith(('overall: no difference larger than 1%', 'time)')) and compare(side(), side(1, scale=2.)).title.endswith('slower')
+
+
+@pytest.mark.parametrize('field, a, b', [('epochs', 4, 1), ('batches', 30, 10), ('size', 64, 32)])
+def test_other_amounts_of_work_are_not_compared_by_the_seconds_of_a_fit(field, a, b):
+    "A quarter of the epochs is not 75% faster"
+    c = compare(side(**{field: a}), side(1, n=10, **{field: b}), on=field)
+    assert not any(r['phase'] in ('overall', 'fit') for r in c.rows) and row(c, 'train', 'samples/s') and overall(c.verdicts) is c.verdicts['train', 'samples/s']
+    assert any(f'did not do the same amount of work ({field} {a} / {b}), so seconds of the fit are not compared' in o for o in c.notes) and 'overall' not in c.title and 'a sample' in c.title
+
+
+def test_far_beyond_ten_times_digits_say_nothing():
+    assert percent(11.) == 'more than 10x slower' and signed(102723.) == 'more than 10x' and roughly(226765.) == 'more than 10x' and percent(9.) == '800% slower'
 
 
 @pytest.mark.parametrize('n', [1, 4])

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 from fastcore.basics import patch
 
-from .runs import Compared
+from .runs import Compared, overall
 from ..bench.launch import Interrupted, Signals, launch
 from ..bench.processes import starter
 from ..errors import UserError
@@ -214,7 +214,7 @@ def over(self:AB)->bool:
         self.why = f'the budget of {seconds(self.budget)} holds no other pair'
     elif self.early and n in self.looks:
         self.looked,self.looks = self.looked+1,[o for o in self.looks if o > n]
-        v = self.result(EARLY).verdicts['overall', 'fit']
+        v = overall(self.result(EARLY).verdicts)
         if v.verdict != 'unknown': self.why,self.level = 'the answer is clear',EARLY
     return bool(self.why)
 
