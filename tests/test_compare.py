@@ -133,6 +133,19 @@ def test_other_amounts_of_work_are_not_compared_by_the_seconds_of_a_fit(field, a
     assert any(f'did not do the same amount of work ({field} {a} / {b}), so seconds of the fit are not compared' in o for o in c.notes) and 'overall' not in c.title and 'a sample' in c.title
 
 
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_words():
+    from rich.console import Console
+    def shown(width):
+        console = Console(width=width, file=io.StringIO())
+        console.print(compare(side(), side(1, scale=1.15)))
+        return console.file.getvalue().splitlines()
+    narrow, wide = shown(80), shown(140)
+    assert max(map(len, narrow)) <= 80 and any('train' in o and 'step' in o and 'slower' in o for o in narrow) and not any('could see  ' in o for o in narrow)
+    assert any(o.startswith('a wider terminal shows A, B, could see') for o in narrow) and not any('wider terminal' in o for o in wide)
+    def rows(lines): return [o for o in lines if re.search(r'% to [+-]', o) and 'points' not in o]
+    assert len(rows(narrow)) == len(rows(wide)) == len(compare(side(), side(1, scale=1.15)).rows)
+
+
 def test_far_beyond_ten_times_digits_say_nothing():
     assert percent(11.) == 'more than 10x slower' and signed(102723.) == 'more than 10x' and roughly(226765.) == 'more than 10x' and percent(9.) == '800% slower'
 

@@ -12,7 +12,7 @@ import typer
 
 from ..runs.store import FOLDER
 from .options import Anyway, FailAbove, Json, Markdown, On, Out, Threshold, argument, option, share
-from .terminal import say, app, kept_like, print_json
+from .terminal import app, kept_like, print_json, print_table, say
 
 # %% ../../nbs/command/04_compare.ipynb #aedd22d8
 @app.command()
@@ -41,7 +41,7 @@ def compare(
 
 def print_compared(c, markdown, as_json): # c: a `Compared`; markdown: as a GitHub table; as_json: for a program
     "A comparison as it was asked for"
-    print(c.to_json() if as_json else c.to_markdown() if markdown else c)
+    print_table(c, as_json, markdown)
 
 def gate(c, limit): # c: a `Compared`; limit: a share
     "Exit 1 if a slowdown beyond `limit` is shown"

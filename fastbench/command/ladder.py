@@ -17,7 +17,7 @@ from ..runs.store import FOLDER, check_folder, load
 from .options import (
     Device, Json, LabelCol, Markdown, Nproc, Offline, Out, Precision, Strategy, TextCol, Valid, argument, field,
     given, held_out, option, placed)
-from .terminal import app, draw, run_all
+from .terminal import app, draw, print_table, run_all
 
 # %% ../../nbs/command/05_ladder.ipynb #d6051b4e
 def _rung(text):
@@ -63,8 +63,7 @@ def ladder(
     paths,code = run_all(todo, repeats, out, refused, shuffle=True, start=start, device=device, offline=offline)
     kept = [load(o) for o in paths]
     climb = LadderTable(which, kept, refused.items())
-    if as_json: print(climb.to_json())
-    elif kept: print(climb.to_markdown() if markdown else climb)
+    if kept or as_json: print_table(climb, as_json, markdown)
     if plot and any(r['total'] for r in climb.rows): draw(climb, plot)
     elif plot: print('fastbench: no picture: no rung has reached the target, or the first has not', file=sys.stderr)
     raise typer.Exit(code or (4 if any(o.status != 'ok' for o in kept) else 0))

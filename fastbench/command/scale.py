@@ -13,7 +13,7 @@ import typer
 
 from .options import (
     Device, Json, Markdown, Offline, Out, ShowOutput, Strategy, argument, field, option)
-from .terminal import Job, app, complain, draw, names_like, run_all
+from .terminal import Job, app, complain, draw, names_like, print_table, run_all
 from ..errors import UserError
 from ..recipe import but, get_recipe
 from ..runs.store import FOLDER, check_folder, load
@@ -57,11 +57,8 @@ def scale(
 def _show(kept, plot, markdown, as_json):
     "Print the table, and draw it; 0, or an exit code"
     from fastbench.compare.scaling import ScalingTable
-    from fastbench.measure.table import show
     try: table = ScalingTable(kept)
     except UserError as e: return complain(e)
-    if as_json: print(table.to_json())
-    elif markdown: print(table.to_markdown())
-    else: show(table)
+    print_table(table, as_json, markdown)
     if plot: draw(table, plot)
     return 0

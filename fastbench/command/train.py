@@ -19,7 +19,7 @@ from ..runs.store import FOLDER, check_folder, load
 from .options import (
     AtPrecision, CheckpointInterval, Device, Json, LabelCol, Nproc, Offline, Out, Resume, ShowOutput, Strategy,
     TextCol, Valid, argument, field, flag, given, held_out, option, placed, samples)
-from .terminal import app, draw, full, names_like, print_json, print_runs, run_all
+from .terminal import app, draw, full, names_like, print_json, print_runs, print_table, run_all
 
 # %% ../../nbs/command/02_train.ipynb #799cdf15
 _names_help = ('What to run; FILE.py or FILE.py:NAME for a function of your own, FILE.toml for a suite; '
@@ -83,7 +83,9 @@ def _variants(name, changes): # an option can make two the same
 def _suite(name, kept, refused, plot, as_json):
     from fastbench.compare.suite import suite_table
     table = suite_table(name, kept, list(refused.items()))
-    if not as_json: print(f'\n{table}')
+    if not as_json:
+        print()
+        print_table(table)
     if plot and any(r['seconds'] for r in table.rows): draw(table, plot)
     elif plot: print('fastbench: no picture: no training went through', file=sys.stderr)
 

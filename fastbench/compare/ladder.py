@@ -104,6 +104,7 @@ def _times(row, key):
 class LadderTable(Table):
     "The rungs of a ladder with what each took and gained"
     columns,missing,left = _columns,dict(seconds='-'),1
+    drops = 'flops','share','compile','published_accuracy','epochs','published_total','processes'
     def __init__(self, ladder:Ladder, # Which
                  runs:list, # `Run`s of its rungs
                  refused=(), # (Recipe, reason) of those that made no Run

@@ -143,7 +143,7 @@ _compared_columns = [('phase', 'phase', str), ('action', 'action', str), ('a', '
 
 class Compared(Table):
     "What `compare` found: rows, notes, differences, accuracy"
-    columns,left = _compared_columns,2
+    columns,left,drops = _compared_columns,2,('outliers', 'detectable', ('a', 'b'))
     def __init__(self, a, # `Run`s
                  b, # `Run`s that are judged
                  anyway=False, # As for `compare`, and so are all below

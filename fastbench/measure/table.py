@@ -51,6 +51,7 @@ class Table:
     columns = PHASE_COLUMNS  # key, heading, format of a value that is not None
     runs,verdict = (),None
     missing,left = {},2  # missing: key -> what stands where there is no value; left: columns that are flush left
+    drops = 'device_total','std','total','tokens_per_second','calls'  # what makes room on a narrow terminal
     title,rows,notes = '',(),()
 
     def __init__(self,
@@ -67,10 +68,11 @@ class Table:
         "A row as the table prints it"
         return row
 
-    def cells(self)->tuple: # Headings, rows of text
+    def cells(self, without=() # Keys of columns that are left out
+        )->tuple: # Headings, rows of text
         "What the table prints; a column without a value stays away"
         rows = [self.shown(r) for r in self.rows]
-        cols = [o for o in self.columns if any(r.get(o[0]) is not None for r in rows)]
+        cols = [o for o in self.columns if o[0] not in without and any(r.get(o[0]) is not None for r in rows)]
         def text(r, k, f): return self.missing.get(k, '') if r.get(k) is None else f(r[k])
         return [h for _,h,_ in cols], [[text(r, k, f) for k,_,f in cols] for r in rows]
 
@@ -81,10 +83,12 @@ def lines(self:Table): # Verdict, which clock answers which question, notes
     clocks = [_clocks] if any(r.get('device_mean') is not None for r in self.rows) else []
     return ([self.verdict['text']] if self.verdict else []) + clocks + [*self.notes]
 
+def _widths(head, body): return [max(map(len, o)) for o in zip(head, *body)]
+
 @patch
 def __str__(self:Table):
     head,body = self.cells()
-    widths = [max(map(len, o)) for o in zip(head, *body)]
+    widths = _widths(head, body)
     def padded(i, c, w): return c.ljust(w) if i < self.left else c.rjust(w)
     def line(o): return '  '.join(padded(i, c, w) for i,(c,w) in enumerate(zip(o, widths))).rstrip()
     return '\n'.join([self.title]*bool(self.title) + [line(o) for o in (head, *body) if head] + self.lines)
@@ -131,10 +135,20 @@ def _style(row):
     return 'dim' if (row.get('share') or 0) < .01 else ''
 
 @patch
+def _too_much(self:Table, room):
+    "Columns that a terminal of so many characters has no room for"
+    without = []
+    for o in self.drops:
+        if sum(_widths(*self.cells(without))) + 2*len(self.cells(without)[0]) <= room: break
+        without += [o] if isinstance(o, str) else o
+    return without
+
+@patch
 def __rich_console__(self:Table, console, options):
     from rich.table import Table as RichTable
     from rich.text import Text
-    head,body = self.cells()
+    without = self._too_much(console.width)
+    head,body = self.cells(without)
     title = Text(self.title) if self.title else None
     res = RichTable(title=title, title_justify='left', box=None, pad_edge=False, header_style='bold')
     for i,h in enumerate(head): res.add_column(h, justify='left' if i < self.left else 'right', no_wrap=i < self.left)
@@ -142,6 +156,8 @@ def __rich_console__(self:Table, console, options):
         if new and i: res.add_section()
         res.add_row(*map(Text, [''] + cells[1:] if new is False else cells), style='' if new is None else _style(row))
     yield res
+    left = [h for k,h,_ in self.columns if k in without]
+    if left: yield Text(f'a wider terminal shows {", ".join(left)}, too', style='dim')
     for i,o in enumerate(self.lines): yield Text(o, style='bold cyan' if i == 0 and self.verdict else '')
 
 # %% ../../nbs/measure/03_table.ipynb #32b25d4a
