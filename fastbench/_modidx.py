@@ -327,6 +327,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastbench.callback.amp._Grads.step': ( 'callback/amp.html#_grads.step',
                                                                                 'fastbench/callback/amp.py'),
                                         'fastbench.callback.amp._hypers': ('callback/amp.html#_hypers', 'fastbench/callback/amp.py'),
+                                        'fastbench.callback.amp._instead': ('callback/amp.html#_instead', 'fastbench/callback/amp.py'),
                                         'fastbench.callback.amp._like_mapping': ( 'callback/amp.html#_like_mapping',
                                                                                   'fastbench/callback/amp.py'),
                                         'fastbench.callback.amp._no_primitive': ( 'callback/amp.html#_no_primitive',

@@ -98,7 +98,8 @@ def test_refusals(monkeypatch):
     learn = make(None)
     with pytest.raises(UserError, match='slower than fp32'): learn.to_fp16()
     monkeypatch.setattr(amp, 'native_bf16', lambda device: False)
-    with pytest.raises(UserError, match='only emulates'): learn.to_bf16()
+    with pytest.raises(UserError, match=r'only emulates.*; use learn.to_fp32\(\), or'): learn.to_bf16()
+    with pytest.raises(UserError, match=r'slower than fp32 \(.*\); use learn.to_fp32\(\)$'): learn.to_fp16()  # not bf16, which is refused next
     assert learn.precision == 'fp32' and not hasattr(learn, 'mixed_precision')
     learn.to_bf16(allow_emulation=True).fit(1)
     assert learn.mixed_precision.emulated and learn.precision == 'bf16'

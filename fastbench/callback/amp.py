@@ -27,29 +27,34 @@ from .cpu.smallmaps import SmallMaps
 from ..errors import UserError
 
 # %% ../../nbs/callback/12_amp.ipynb #1bb1e96a
-def _why_not(precision, device, allow_emulation):
+def _why_not(precision, device, allow_emulation=False):
     "What speaks against `precision` there; None: nothing"
     kind = device.type
+    if precision == 'fp32': return None
     if not torch.amp.is_autocast_available(kind):
-        return f": torch has no autocast for {kind}, the model would train in fp32 without a word; use precision='fp32'"
+        return f': torch has no autocast for {kind}, the model would train in fp32 without a word'
     if precision == 'fp16' and kind == 'cpu':
-        return " on a CPU is slower than fp32 (a CPU has no fast float16 arithmetic); use precision='bf16' or 'fp32'"
+        return ' on a CPU is slower than fp32 (a CPU has no fast float16 arithmetic)'
     if precision == 'fp16' or allow_emulation or native_bf16(device): return None
-    instead = "'fp32' or 'fp16'" if kind == 'cuda' else "'fp32'"
-    return (f": this {kind} only emulates bfloat16, slower than fp32; use precision={instead}"
-            ', or MixedPrecision(allow_emulation=True) to measure that')
+    return f': this {kind} only emulates bfloat16, slower than fp32'
+
+def _instead(precision, device, how):
+    "What may be asked for there, in the words of whoever asks"
+    open_ = [how.format(o) for o in ('bf16', 'fp16', 'fp32') if o != precision and not _why_not(o, device)]
+    measured = ', or MixedPrecision(allow_emulation=True) to measure that' if precision == 'bf16' else ''
+    return f'; use {" or ".join(open_)}{measured}'
 
 # %% ../../nbs/callback/12_amp.ipynb #7fe4da91
 def check_precision(precision:str, # fp32, fp16 or bf16
                     device:torch.device, # Where to train
                     allow_emulation:bool=False, # Accept a bf16 that the device only emulates
+                    how:str="precision='{}'", # How one asks for a precision here, for the advice
     )->None: # Raises `UserError`
     "Refuse a precision that would be inert, emulated, or slower than fp32"
     known = 'fp32', 'fp16', 'bf16'
     if precision not in known: raise UserError(f'precision {precision!r} cannot be: it is one of {", ".join(known)}')
-    if precision == 'fp32': return
     why = _why_not(precision, device, allow_emulation)
-    if why: raise UserError(f'precision {precision}{why}')
+    if why: raise UserError(f'precision {precision}{why}{_instead(precision, device, how)}')
 
 # %% ../../nbs/callback/12_amp.ipynb #aae07cd4
 class _Cast:

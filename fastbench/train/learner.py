@@ -87,7 +87,7 @@ class Switches:
 @patch
 def _to(self:Switches, precision, allow_emulation=False, **kwargs):
     "Mixed precision in place of another"
-    check_precision(precision, self.device, allow_emulation)
+    check_precision(precision, self.device, allow_emulation, 'learn.to_{}()')
     return self.to_fp32().add_cb(MixedPrecision(precision, allow_emulation, **kwargs))
 
 @patch
@@ -106,7 +106,7 @@ def to_half(self:Switches, dtype='bf16', # 'bf16' or 'fp16'
             **kwargs): # loss_scale, clip and more: see `HalfPrecision`
     "Weights and activations in 16 bits; batch norm, optimizer and loss in fp32"
     cb = HalfPrecision(dtype, **kwargs)
-    check_precision(cb.amp_mode.value, self.device, cb.allow_emulation)
+    check_precision(cb.amp_mode.value, self.device, cb.allow_emulation, 'learn.to_{}()')
     return self.to_fp32().add_cb(cb)
 
 @patch
