@@ -11,6 +11,7 @@ from importlib import metadata
 from math import log, log1p, sqrt
 from pathlib import Path
 from shutil import which
+from statistics import median
 
 from ..machine.download import cache_dir
 from ..machine.environment import cores, device_info, memory_limit, versions
@@ -127,12 +128,17 @@ def _precision_rows(device):
     if device == 'cpu': yield _linear_row()
 
 def _linear_row():
-    from fastbench.callback.cpu.onednn import linear_speed
-    try: usual,onednn = linear_speed().values()
+    from fastbench.callback.cpu.onednn import linear_work
+    from fastbench.compare.paired import compare_pairs, time_pairs
+    try: usual,onednn,flops = linear_work()
     except UserError as e: return _row('precision', 'linear layers by oneDNN', 'no', str(e))
-    gain = 'onednn=True in a recipe, cbs=OneDNNLinear()' if onednn > 1.1*usual else 'nothing to gain'
-    return _row('precision', 'linear layers by oneDNN', f'{onednn/usual:.2f}x',
-                f'{onednn/1e9:,.0f} GFLOP/s in fp32, {usual/1e9:,.0f} as it is: {gain}')
+    pairs = time_pairs(usual, onednn, 20)
+    v,rate = compare_pairs(pairs, .05),flops/median(o for o,_ in pairs)/1e9
+    gains = dict(faster='onednn=True in a recipe, cbs=OneDNNLinear()', unknown='repeat on a quiet machine')
+    ratio,low,high = v.speedup
+    said = 'cannot tell' if v.verdict == 'unknown' else f'{ratio:.2f}x'
+    return _row('precision', 'linear layers by oneDNN', said, f'{low:.2f}x to {high:.2f}x of {rate:,.0f} GFLOP/s in '
+                f"fp32: {gains.get(v.verdict, 'nothing to gain')}")
 
 # %% ../../nbs/compare/08_doctor.ipynb #d7824845
 def _caches():
