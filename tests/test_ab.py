@@ -16,7 +16,7 @@ from fastbench.bench.launch import Interrupted
 from fastbench.errors import UserError
 from fastbench.recipe import get_recipe
 from fastbench.runs.record import Run
-from fastbench.compare.sides import NotComparable
+from fastbench.compare.sides import NotComparable, load_side
 from fastbench.runs.store import load, load_all, save
 from fastbench.compare.verdict import compare_times
 
@@ -249,6 +249,20 @@ def test_command(monkeypatch, capsys, tmp_path):
     out = json.loads(capsys.readouterr().out)
     row = out['rows'][0]
     assert code == 0 and row['verdict'] == 'slower' and {'ratio', 'low', 'high', 'detectable', 'level'} <= set(row) and out['meant'][0]['field'] == 'bs'
+
+
+def test_the_last_line_is_ready_to_be_run(monkeypatch, capsys, tmp_path):
+    "Both sides have one recipe: `ab:A` and `ab:B` tell those of the last trial apart"
+    for slower in (1.3, 1.2): fastbench(monkeypatch, Machine(slower=(1., slower)), 'digits-xresnet18', '--set', 'bs=32', '--out', tmp_path)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == f'fastbench report ab:B --against ab:A --on bs --out {tmp_path} -o report.html'
+    monkeypatch.setattr(sys, 'argv', [*line.split()[:-1], str(tmp_path/'page.html')])
+    with pytest.raises(SystemExit) as e: cli.main()
+    assert not e.value.code and (tmp_path/'page.html').exists()
+    a, b = (load_side(f'ab:{o}', tmp_path)[0] for o in 'AB')
+    assert {o.recipe['bs'] for o in a} == {64} and {o.recipe['bs'] for o in b} == {32} and len(a) == len(b) and [o.extra['ab']['pair'] for o in a] == list(range(len(a)))
+    assert len({o.extra['ab']['of'] for o in (*a, *b)}) == 1 and len(list(tmp_path.glob('*.json'))) > len(a) + len(b)
+    with pytest.raises(UserError, match="holds no Run of side A of an `ab`"): load_side('ab:A', tmp_path/'none')
 
 
 @pytest.mark.parametrize('slower,code', [(1.2, 1), (1.0, 0)])

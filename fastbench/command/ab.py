@@ -6,7 +6,7 @@
 __all__ = ['ab']
 
 # %% ../../nbs/command/07_ab.ipynb #0e5291e4
-import re
+import re, shlex
 from pathlib import Path
 from typing import Optional
 
@@ -17,7 +17,7 @@ from ..runs.store import FOLDER
 from fastbench.command.options import (
     Anyway, Device, FailAbove, Json, Markdown, Nproc, Offline, Out, Strategy, Threshold, argument, field, flag,
     option, placed)
-from .terminal import say, app, complain, names_like, progress
+from .terminal import app, complain, names_like, progress, say
 
 # %% ../../nbs/command/07_ab.ipynb #97c233a5
 def _time(text):
@@ -64,8 +64,16 @@ def ab(
     if not trial.a: raise typer.Exit(code)
     c = trial.result()
     print_compared(c, markdown, as_json)
+    if not as_json: say(_ready(c, out))
     if fail_above is not None and not code: gate(c, fail_above)
     raise typer.Exit(code)
+
+# %% ../../nbs/command/07_ab.ipynb #6fb48b1e
+def _ready(c, out):
+    "The command that reports this trial"
+    on = ''.join(f' --on {o}' for o in dict.fromkeys(d['field'] for d in c.meant))
+    where = '' if str(out) == FOLDER else f' --out {shlex.quote(str(out))}'
+    return f'fastbench report ab:B --against ab:A{on}{where} -o report.html'
 
 # %% ../../nbs/command/07_ab.ipynb #6fb48b1c
 def _measure(trial):

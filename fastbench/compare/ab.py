@@ -173,6 +173,7 @@ class AB:
         self.run,self.folder,self.tell,self.compared = run,folder,tell,compared
         self.random,self.clock,self.start = Random(seed),clock,clock()
         self.looks,self.looked,self.why,self.level = looks(pairs)[:-1],0,'',None
+        self.id = f'{time.time_ns():x}'  # its Runs carry it
         self.a,self.b,self.sides = [],[],''  # sides: what they are, where their recipes do not say it
 
 # %% ../../nbs/compare/06_ab.ipynb #4b7b070b
@@ -189,7 +190,7 @@ def warm_up(self:AB):
 def _one(self:AB, k, turn):
     i = len(self.a)
     run = load(self.run[k](self.recipes[k], self.folder, repeat=i, tell=self.tell))
-    run.extra['ab'] = dict(side='AB'[k], pair=i, turn=turn)
+    run.extra['ab'] = dict(side='AB'[k], pair=i, turn=turn, of=self.id)
     save(run, self.folder)
     if run.status == 'ok': return run
     error = f' ({run.error})' if run.error else ''

@@ -15,7 +15,7 @@ from ..runs.record import Run
 from ..runs.store import FOLDER, files, find, load, load_all
 
 # %% ../../nbs/compare/02_sides.ipynb #cf1e4d68
-def load_side(what, # A `Run`, a folder, a file, an id, the beginning of ids; or a list of these
+def load_side(what, # A `Run`, a folder, a file, an id, the beginning of ids, ab:A or ab:B; or a list of these
               folder=FOLDER, # Where ids are looked up
     )->tuple: # `Run`s; lines on files that were passed over
     "The Runs of one side"
@@ -30,8 +30,22 @@ def load_side(what, # A `Run`, a folder, a file, an id, the beginning of ids; or
     if path.is_file(): return [load(path)],[]
     if len(path.parts) > 1 or path.is_absolute():
         _missing(f'{path} is not there: is the path right, and was it copied to this machine?')
+    if str(what) in ('ab:A', 'ab:B'): return _of_last_ab(str(what)[-1], folder),[]
     hits = [o for o in files(folder) if o.stem.startswith(str(what).removesuffix('.json'))]
     return [load(o) for o in hits] if hits and str(what) else [find(str(what), folder)],[]
+
+# %% ../../nbs/compare/02_sides.ipynb #cf1e4d70
+def _of_last_ab(side, folder):
+    "The Runs of a side of the last `ab`"
+    last,found = None,[]
+    for path in reversed(files(folder)):
+        mark = load(path, profile=False).extra.get('ab', {})
+        last = last or mark.get('of')
+        if last and mark.get('of') == last and mark['side'] == side: found.append(load(path))
+        if found and mark.get('pair') == 0 and mark['side'] == side: break
+    if not found:
+        _missing(f'{folder} holds no Run of side {side} of an `ab`: name the Runs, or the folder that it wrote to')
+    return found[::-1]
 
 # %% ../../nbs/compare/02_sides.ipynb #009cce2a
 def _in_folder(path):
