@@ -4,14 +4,18 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from fastai.callback.core import Callback, CancelStepException
+from fastai.callback.fp16 import AMPMode, MixedPrecision as FastaiMixedPrecision
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.optimizer import SGD, Adam, OptimWrapper, ranger
 
 import fastbench.distributed.learner  # adds distributed
+from fastbench.callback.compiling import Compile
+from fastbench.callback.ema import EMACallback
 from fastbench.distributed.zero import need_deepspeed
 from fastbench.machine import group
 from fastbench.train.optimizer import fused_adamw
-from processes import WORDS, apart, dls, fit, flat, forked, learner, parts_of_case
+from processes import WORDS, apart, decided, dls, files_and_predictions, fit, flat, forked, learner, parts_of_case
 
 STAGES = 'zero1', 'zero2', 'zero3', 'zero2-offload', 'zero3-offload'
 FEW = 'torch_adamw', 'both', 'adam'  # with offloading
@@ -59,12 +63,70 @@ def by_all(strategy, ones):
 
 
 def goes_on(learns, ones):
-    "One more epoch in one process, and in several again"
+    "One more epoch in one process again, for both"
     for name, learn in learns.items():
         _, cbs, lr = make(name, alone=True)
         learn.dls = dls(alone=True)
-        train(learn, cbs, lr, 1)
+        for o in (ones[name], learn): train(o, cbs, lr, 1)
         yield name, apart(ones[name].model, learn.model)
+
+
+def back_and_forth(strategy):
+    "In the block, out of it and in again, beside one process that never was in one"
+    res = {}
+    for name in ('torch_adamw', 'sgd'):
+        learns = []
+        for alone in (True, False):
+            learn, cbs, lr = make(name, alone=alone)
+            for _ in range(2):
+                if alone: train(learn, cbs, lr, 1)
+                else:
+                    with learn.distributed(strategy, cpu=True, tell=lambda o: None): train(learn, cbs, lr, 1)
+            learns.append(learn)
+        res[name] = apart(*(o.model for o in learns))
+    return res
+
+
+class CancelsStep(Callback):
+    def before_step(self): raise CancelStepException
+
+
+def refused():
+    "One line each, and nothing left behind"
+    res, adamw = {}, CASES['torch_adamw']['opt']
+    def why(opt=adamw, cbs=(), f=lambda learn: fit(learn, 1), **kwargs):
+        learn = learner(opt, cbs=cbs, **kwargs)
+        own = learn.model
+        try:
+            with learn.distributed('zero2', cpu=True, tell=lambda o: None): f(learn)
+        except Exception as e: said = f'{type(e).__name__}: {e}'
+        else: said = 'nothing'
+        assert learn.model is own and flat(own).shape[0] == 256 and not hasattr(learn, 'distributed_trainer') and '_backward' not in vars(learn)
+        return said
+    res['ranger'] = why(ranger)
+    res['rmsprop'] = why(partial(OptimWrapper, opt=torch.optim.RMSprop))
+    res['made'] = why(OptimWrapper(opt=torch.optim.AdamW(learner().model.parameters())))
+    res |= {type(o).__name__: why(cbs=o) for o in (Compile(), EMACallback())}
+    res['bf16'] = why(cbs=FastaiMixedPrecision(amp_mode=AMPMode.BF16))
+    res['later'] = why(f=lambda learn: fit(learn, 1, cbs=[EMACallback()]))
+    res['norm'] = why(cbs=GradientClip(1., 1.))
+    res['cancelled'] = why(cbs=CancelsStep())
+    res['reset'] = why(f=lambda learn: learn.fit(1, reset_opt=True))
+    res['freeze'] = why(f=lambda learn: learn.freeze(), splitter=SPLIT)
+    def whole(learn):
+        learn.distributed_trainer.strategy.wrap = lambda model: model
+        fit(learn, 1)
+    def clips(learn):
+        s = learn.distributed_trainer.strategy
+        during = s.during
+        def spoilt(learn):
+            undo = during(learn)
+            s.engine.optimizer.clip_grad = 1.
+            return undo
+        s.during = spoilt
+        fit(learn, 1)
+    res['beside'], res['clips'] = why(f=whole), why(f=clips)
+    return res
 
 
 def main(folder, *given):
@@ -77,8 +139,11 @@ def main(folder, *given):
     for strategy in only:
         equal, learns[strategy] = by_all(strategy, ones)
         res[strategy] = dict(equal=equal)
+        if strategy in ('zero2', 'zero3'): res[strategy] |= dict(files=files_and_predictions(strategy, folder), decided=decided(strategy, folder), back=back_and_forth(strategy))
+    res['refused'] = refused()
     group.leave()
     for k in told: del os.environ[k]
+    for strategy in only: res[strategy]['goes_on'] = dict(goes_on(learns[strategy], by_one_process()))
     Path(folder, f'{me}.json').write_text(json.dumps(res))
 
 
