@@ -293,7 +293,7 @@ def before_validate(self:ZeRO, model):
     "Buffers of the first process"
     same_on_all(list(model.buffers()))
 
-# %% ../../nbs/distributed/04_zero.ipynb #e57e676e
+# %% ../../nbs/distributed/04_zero.ipynb #abbf8465
 @patch
 def _flats(self:ZeRO):
     "What DeepSpeed steps in this process: a vector, and the weights of which it holds a part"
@@ -301,40 +301,44 @@ def _flats(self:ZeRO):
     if self.stage < 3: return list(zip(o.single_partition_of_fp32_groups, o.bit16_groups))
     return list(zip(o.fp32_partitioned_groups_flat, o.fp16_groups))
 
-@patch
-def _whole_of(self:ZeRO, k, flat, ps):
-    "What is remembered of some weights under a name"
-    if self.stage == 3: return [self.ds.utils.safe_get_full_optimizer_state(p, k).cpu() for p in ps]
-    v,n = self.second.state[flat][k],flat.numel()
+def _pieces(flat, ps, stage):
+    "Where a vector has what: its weights, the first element, how many of them"
+    if stage < 3: return [(ps, 0, flat.numel())]
+    sizes = [p.partition_numel() for p in ps]
+    return [([p], sum(sizes[:i]), n) for i,(p,n) in enumerate(zip(ps, sizes))]
+
+def _bring(v, ps):
+    "Of a stretch of each process: the tensors of some weights"
+    n = v.numel()
     every = v.new_zeros(n*world_size())
     every[rank()*n:(rank()+1)*n] = v
-    every = sum_over_ranks(every).cpu()[:sum(p.numel() for p in ps)]
-    return [o.view_as(p) for o,p in zip(every.split([p.numel() for p in ps]), ps)]
+    sizes = [_size(p) for p in ps]
+    every = sum_over_ranks(every).cpu()[:sum(sizes)]
+    return [o.view(_shape(p)) for o,p in zip(every.split(sizes), ps)]
 
-@patch
-def _take(self:ZeRO, k, flat, ps, values):
-    "Cut what is to be remembered"
-    if self.stage == 3:
-        for p,v in zip(ps, values): self.ds.utils.safe_set_full_optimizer_state(p, v.to(flat.device), k)
-        return
-    n = flat.numel()
-    every = flat.new_zeros(n*world_size())
+def _cut(values, n):
+    "Of the tensors of some weights: the stretch of this process"
     values = torch.cat([v.flatten() for v in values])
+    every = values.new_zeros(n*world_size())
     every[:len(values)] = values
-    self.second.state[flat][k].copy_(every[rank()*n:(rank()+1)*n])
+    return every[rank()*n:(rank()+1)*n]
 
-# %% ../../nbs/distributed/04_zero.ipynb #3b90556a
+def _shape(p): return getattr(p, 'ds_shape', p.shape)  # of a weight that is not here, too
+
+def _size(p): return _shape(p).numel()
+
+# %% ../../nbs/distributed/04_zero.ipynb #779cf18a
 def _is_step(k): return k == 'step'
 
 @patch
 def _remembered(self:ZeRO):
     "weight -> what the optimizer remembers of it, whole, in torch's words; all processes take part"
     res = {}
-    for flat,ps in self._flats():
+    for flat,group in self._flats():
         kept = {k: v for k,v in self.second.state.get(flat, {}).items() if isinstance(v, torch.Tensor)}
-        own = {k: self._whole_of(k, flat, ps) for k in sorted(kept) if not _is_step(k)}
-        for i,p in enumerate(ps):
-            res[p] = {k: v.clone() if _is_step(k) else own[k][i] for k,v in kept.items()}
+        for ps,at,n in _pieces(flat, group, self.stage) if kept else ():
+            own = {k: _bring(kept[k][at:at+n], ps) for k in sorted(kept) if not _is_step(k)}
+            for i,p in enumerate(ps): res[p] = {k: v.clone() if _is_step(k) else own[k][i] for k,v in kept.items()}
     return res
 
 @patch
@@ -349,7 +353,7 @@ def _collect(self:ZeRO, own):
 def _in_fastais_words(opt, kept):
     return {n: int(v) if _is_step(k) else v for k,v in kept.items() if (n := opt.slots.get(k))}
 
-# %% ../../nbs/distributed/04_zero.ipynb #db6fd9f2
+# %% ../../nbs/distributed/04_zero.ipynb #ee9b6b37
 @patch
 def _give(self:ZeRO, own, state):
     "Go on from a whole state"
@@ -358,15 +362,18 @@ def _give(self:ZeRO, own, state):
     given = _in_torchs_words(self.opt, ps, state['state'])
     vars(self.opt)['clear_state'].own()
     for flat,group in self._flats():
-        have = [given.get(p) or {} for p in group]
-        one = next((o for o in have if o), {})
+        one = next((o for p in group if (o := given.get(p))), {})
         if not one: self._forget(flat)
-        mine = self.second.state[flat] if one else {}
-        for k,v in one.items():
-            if k == 'step': mine[k] = torch.tensor(float(v))
-            else:
-                if k not in mine: mine[k] = torch.zeros_like(flat)
-                self._take(k, flat, group, [o[k] if o else torch.zeros_like(p) for o,p in zip(have, group)])
+        for k,v in one.items(): self._put(flat, group, k, v, given)
+
+@patch
+def _put(self:ZeRO, flat, group, k, v, given):
+    mine = self.second.state[flat]
+    if _is_step(k): mine[k] = torch.tensor(float(v))
+    elif k not in mine: mine[k] = torch.zeros_like(flat)
+    for ps,at,n in _pieces(flat, group, self.stage) if not _is_step(k) else ():
+        values = [given[p][k] if given.get(p) else torch.zeros(_shape(p)) for p in ps]
+        mine[k][at:at+n].copy_(_cut(values, n))
 
 def _in_torchs_words(opt, ps, state):
     if isinstance(opt, OptimWrapper):
