@@ -22,6 +22,12 @@ def test_without_deepspeed_it_is_one_line(monkeypatch):
     with pytest.raises(UserError, match='did you mean'): processes.starter(2, 'zero22')
 
 
+def test_checkpoints_are_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr('importlib.util.find_spec', lambda name: name)
+    for more in (dict(resume=True), dict(checkpoint_every='10')):
+        with pytest.raises(UserError, match='checkpoints were never tried with strategy .zero3.'): processes.launch_processes('digits-xresnet18', 2, tmp_path, strategy='zero3', **more)
+
+
 @pytest.fixture(scope='module')
 def started(tmp_path_factory):
     "What both processes wrote down"

@@ -293,7 +293,7 @@ def before_validate(self:ZeRO, model):
     "Buffers of the first process"
     same_on_all(list(model.buffers()))
 
-# %% ../../nbs/distributed/04_zero.ipynb #abbf8465
+# %% ../../nbs/distributed/04_zero.ipynb #a663be1d
 @patch
 def _flats(self:ZeRO):
     "What DeepSpeed steps in this process: a vector, and the weights of which it holds a part"
@@ -318,7 +318,7 @@ def _bring(v, ps):
 
 def _cut(values, n):
     "Of the tensors of some weights: the stretch of this process"
-    values = torch.cat([v.flatten() for v in values])
+    values = torch.cat([v.flatten().cpu() for v in values])
     every = values.new_zeros(n*world_size())
     every[:len(values)] = values
     return every[rank()*n:(rank()+1)*n]
