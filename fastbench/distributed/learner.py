@@ -68,7 +68,7 @@ def detach_distributed(self:Switches):
 # %% ../../nbs/distributed/06_learner.ipynb #32f1a202
 @patch
 @contextmanager
-def distributed(self:Learner, strategy='ddp', # 'ddp': whole weights in each process; 'fsdp': parts of each; 'zero1', ...
+def distributed(self:Learner, strategy='ddp', # 'ddp': whole weights in each; 'fsdp': a part of each; 'zero1', ...
                 sync_bn=True, # Batch norm over all processes, with ddp on GPUs
                 **kwargs): # As for `to_distributed`
     "Train in several processes inside of the block"
