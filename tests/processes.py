@@ -267,7 +267,7 @@ def main(folder, *given):
     Path(folder, f'{me}.json').write_text(json.dumps(res))
 
 
-def forked(folder, n, given, port):
+def forked(folder, n, given, port, main=main):
     "`n` children of this process, which has imported everything: as torchrun tells them, or in a group that they make themselves; is all well?"
     folder.mkdir()
     def child(i):

@@ -21,7 +21,7 @@ from ..runs.store import FOLDER, check_folder
 from ..runs.unfinished import checkpoint_options
 
 # %% ../../nbs/bench/04_processes.ipynb #2a8f162b
-STRATEGIES = 'ddp','fsdp' # known without importing torch
+STRATEGIES = 'ddp','fsdp','zero1','zero2','zero3','zero2-offload','zero3-offload' # known without importing torch
 
 def torchrun(nproc:int, # Processes on this machine
              spec, # File that says what to train
@@ -97,12 +97,15 @@ def _follow(process, job):
 def _check(nproc, strategy):
     if nproc < 1: raise UserError(f'nproc={nproc} cannot be: a number of processes, 1 or more')
     if strategy is None and nproc > 1:
-        raise UserError(f'{nproc} processes need a strategy: ddp or fsdp')
+        raise UserError(f'{nproc} processes need a strategy: {", ".join(STRATEGIES)}')
     if strategy is not None and strategy not in STRATEGIES: raise UserError(unknown('strategy', strategy, STRATEGIES))
     from importlib.util import find_spec
     if find_spec('accelerate') is None:
         raise UserError("several processes are brought together by Accelerate, which is not there: pip install "
                         "'fastbench[distributed]'")
+    if str(strategy).startswith('zero') and find_spec('deepspeed') is None:
+        raise UserError(f"strategy {strategy!r} is DeepSpeed's, which is not there: pip install "
+                        "'fastbench[deepspeed]', or --strategy fsdp, which holds in parts what zero3 does")
 
 
 # %% ../../nbs/bench/04_processes.ipynb #96000fe8
@@ -190,7 +193,7 @@ def launch_processes(recipe, # A `Recipe` or its name, a function that returns a
                      nproc:int, # Processes on each machine
                      folder=FOLDER, # Where its Run is kept
                      tell=None, # Called with a dict now and then: how far it is
-                     strategy='ddp', # How they share the model: 'ddp', 'fsdp'; None: one process by itself
+                     strategy='ddp', # How they share the model: one of `STRATEGIES`; None: one process by itself
                      timeout:float=1800., # Seconds that a process waits for the others
                      max_restarts:int=0, # How often all are started anew when one fails
                      threads:int|None=None, # Each computes with so many; None: the cores are shared out
@@ -209,6 +212,9 @@ def launch_processes(recipe, # A `Recipe` or its name, a function that returns a
     check_several(recipe)
     check_folder(folder)
     if resume or checkpoint_every is not None:
+        if str(strategy).startswith('zero'):
+            raise UserError(f'checkpoints were never tried with strategy {strategy!r}: leave out --checkpoint-every '
+                            'and --resume, or take fsdp, which writes them in parts')
         options['checkpoints'] = checkpoint_options(recipe, folder, repeat, checkpoint_every, resume)
     many = dict(world_size=nproc*place.nodes, strategy=strategy or '')
     with place.folder(folder, recipe, repeat) as path, Signals() as signals:
@@ -259,7 +265,7 @@ def launch_as_meant(recipe, # A `Recipe`
     return launch_processes(recipe, nproc, *args, strategy=strategy, **kwargs)
 
 def starter(nproc=None, # Processes on each machine; None: as the recipe is meant, mostly one without torchrun
-            strategy=None, # How they share the model: 'ddp', 'fsdp'; None: 'ddp'
+            strategy=None, # How they share the model: one of `STRATEGIES`; None: 'ddp'
             place=None, # Where they run: `Slurm(...)`, `Hosts(...)`; None: on this machine
             **options # Of `launch_processes`: timeout, max_restarts
     ): # As `launch`

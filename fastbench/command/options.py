@@ -94,8 +94,9 @@ Anyway = flag('Compare what is not comparable, and say so.', '--anyway')
 Device = option(str, 'cpu, cuda, cuda:1, mps.')
 _nproc = 'Processes of a machine that train together, each with a batch of that size; one if nothing is said.'
 Nproc = option(int, _nproc, '--nproc', min=1, show_default=False)
-_strategy = 'How they share the model: ddp (whole weights in each), fsdp (a part of each weight).'
-Strategy = option(str, _strategy, '--strategy', metavar='ddp|fsdp', show_default='ddp')
+_strategy = ('How they share the model: ddp (whole weights in each), fsdp (a part of each weight), zero1 to zero3 (the '
+             'stages of ZeRO, by DeepSpeed; zero2-offload, zero3-offload: the optimizer in the memory of the host).')
+Strategy = option(str, _strategy, '--strategy', metavar='ddp|fsdp|zero1|...', show_default='ddp')
 AtPrecision = option(Precision, "Precision instead of the recipe's.")
 On = option(list[str], 'What is meant to differ, such as precision; may be repeated.', '--on', metavar='FIELD')
 Threshold = option(share, 'A difference up to this does not matter.', parser=share, metavar='SHARE', show_default='1%')

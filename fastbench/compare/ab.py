@@ -312,7 +312,7 @@ def ab(a, # A recipe or its name, a function that returns a Learner or its name
        device=None, # Where; fastai's default device if None
        offline:bool=False, # Never open a connection
        nproc=None, # Processes of each machine that train together; None: one
-       strategy=None, # How they share the model: 'ddp', 'fsdp'
+       strategy=None, # How they share the model: 'ddp', 'fsdp', 'zero1', 'zero2', 'zero3'
        place=None, # Where they run: `Slurm(...)`, `Hosts(...)`; None: on this machine
        tell=None, # Called with a dict now and then
        against:str|None=None, # A is the function at this commit, B as it is

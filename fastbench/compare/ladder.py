@@ -244,7 +244,7 @@ def ladder(name, # A ladder; with `Rung`s any recipe, or a function that returns
            device=None, # Where; fastai's default device if None
            offline:bool=False, # Never open a connection
            nproc=None, # Processes of each machine that train together; None: one
-           strategy=None, # How they share the model: 'ddp', 'fsdp'
+           strategy=None, # How they share the model: 'ddp', 'fsdp', 'zero1', 'zero2', 'zero3'
            place=None, # Where they run: `Slurm(...)`, `Hosts(...)`; None: on this machine
            tell=None, # Called with a dict now and then
            **changes, # New values of the recipes' fields, in all rungs

@@ -225,7 +225,7 @@ def _dress(ax, rows, title):
 # %% ../../nbs/compare/09_scaling.ipynb #27f10c89
 def scaling(recipe, # A `Recipe` or its name, a function that returns a Learner or its name
             nproc=(1, 2), # Numbers of processes; one is always measured
-            strategy:str='ddp', # How they share the model: 'ddp', 'fsdp'
+            strategy:str='ddp', # How they share the model: 'ddp', 'fsdp', 'zero1', 'zero2', 'zero3'
             strong:bool=False, # Divide the batch among the processes; False: each has a batch of that size
             repeats:int=3, # Runs of each; two or more give an interval
             folder=FOLDER, # Where the Runs are kept

@@ -7,7 +7,6 @@ __all__ = ['sharded_copy', 'fill', 'FSDP', 'load_state']
 
 # %% ../../nbs/distributed/04_fsdp.ipynb #dab43b76
 from collections import Counter
-from copy import deepcopy
 
 import torch
 from fastai.learner import load_model
@@ -21,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 
 from ..callback.compiling import Compile
 from ..callback.half import HalfPrecision
-from .strategy import Strategy, is_sharded, register_strategy
+from .strategy import (
+    Strategy, Takes, empty_weights, is_sharded, register_strategy, twin)
 from ..errors import UserError
 from ..machine.group import barrier, join, leave, rank, same_on_all, world_size
 from ..machine.shards import parts_of, whole
@@ -29,14 +29,6 @@ from ..measure.clock import train_device
 from ..train.muon import muon
 
 # %% ../../nbs/distributed/04_fsdp.ipynb #23c52c1e
-def _copy(model):
-    "A module of the same structure that shares weights and buffers"
-    memo = {id(p): nn.Parameter(p.data, p.requires_grad) for p in model.parameters()}
-    return deepcopy(model, memo | {id(b): b for b in model.buffers()})
-
-def _empty(model):
-    for p in model.parameters(): p.data,p.grad = p.data.new_empty(0),None
-
 def _own_blocks(model):
     "Blocks that transformers says are to be kept in one piece"
     names = {n for m in model.modules() for n in getattr(m, '_no_split_modules', None) or ()}
@@ -56,10 +48,10 @@ def sharded_copy(model:nn.Module, # Emptied: its weights are in the copy
     )->nn.Module:
     "Move the weights of a model into a sharded copy of it"
     same_on_all([o.data for o in (*model.parameters(), *model.buffers())])
-    mesh,copy = init_device_mesh(torch.device(device).type, (world_size(),)),_copy(model)
+    mesh,copy = init_device_mesh(torch.device(device).type, (world_size(),)),twin(model)
     for m in _with_own_weights((blocks or _own_blocks)(copy), copy): fully_shard(m, mesh=mesh)
     fully_shard(copy, mesh=mesh, reshard_after_forward=True)  # or what is outside of blocks stays whole
-    _empty(model)
+    empty_weights(model)
     return copy
 
 # %% ../../nbs/distributed/04_fsdp.ipynb #790dea16
@@ -164,10 +156,6 @@ def state(self:FSDP, learn, # A Learner
     if not with_opt or learn.opt is None: return model
     return dict(model=model, opt=whole(learn.opt.state_dict(), keep))
 
-class _Takes:
-    "Stands in for a model or an optimizer that a file is loaded into"
-    def __init__(self, f): self.load_state_dict = f
-
 @patch
 def load(self:FSDP, learn, # A Learner, sharded
          file, # Its name, as for `Learner.load`
@@ -179,5 +167,5 @@ def load(self:FSDP, learn, # A Learner, sharded
     if learn.opt is None: learn.create_opt()
     barrier()
     file = join_path_file(file, learn.path/learn.model_dir, ext='.pth')
-    load_model(file, _Takes(model), _Takes(lambda o: load_state(learn.opt, o)), device=device, **kwargs)
+    load_model(file, Takes(model), Takes(lambda o: load_state(learn.opt, o)), device=device, **kwargs)
     return learn

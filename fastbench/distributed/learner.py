@@ -31,7 +31,7 @@ def _say_batch(learn, tell):
 
 @patch
 def to_distributed(self:Switches, sync_bn=True, # Batch norm over all processes, with ddp on GPUs
-                   strategy='ddp', # 'ddp': whole weights in each process; 'fsdp': a part of each weight
+                   strategy='ddp', # 'ddp': whole weights in each process; 'fsdp': a part of each weight; 'zero1', ...
                    tell=print, # Gets one line about the batch, in the first process
                    **kwargs): # Of the strategy; ddp: of `Accelerator`, cpu=True for processes on a CPU
     "Train in all processes that torchrun has started; `detach_distributed` takes it off"
@@ -39,7 +39,7 @@ def to_distributed(self:Switches, sync_bn=True, # Batch norm over all processes,
         raise UserError("several processes are brought together by Accelerate, which is not there: pip install "
                         "'fastbench[distributed]'")
     if _trainer(self): raise UserError('this Learner trains in several processes already: detach_distributed() first')
-    import fastbench.distributed.fsdp  # into the registry
+    import fastbench.distributed.fsdp, fastbench.distributed.zero  # into the registry
     from fastbench.distributed.ranks import RankTrainer
     trainer = RankTrainer(sync_bn, strategy, **kwargs)
     trainer.strategy.enter(self)
@@ -68,7 +68,7 @@ def detach_distributed(self:Switches):
 # %% ../../nbs/distributed/06_learner.ipynb #32f1a202
 @patch
 @contextmanager
-def distributed(self:Learner, strategy='ddp', # 'ddp': whole weights in each process; 'fsdp': a part of each weight
+def distributed(self:Learner, strategy='ddp', # 'ddp': whole weights in each; 'fsdp': a part of each; 'zero1', ...
                 sync_bn=True, # Batch norm over all processes, with ddp on GPUs
                 **kwargs): # As for `to_distributed`
     "Train in several processes inside of the block"

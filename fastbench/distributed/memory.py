@@ -36,7 +36,8 @@ def _states(opt):
     return list(state.values()) if isinstance(state, dict) else list(state)
 
 # %% ../../nbs/distributed/07_memory.ipynb #d7464339
-_shared = dict(ddp='11 1', zero1='11 W', zero2='1W W', zero3='WW W', fsdp='WW W')
+_shared = {'ddp': '11 1', 'zero1': '11 W', 'zero2': '1W W', 'zero3': 'WW W', 'zero2-offload': '1W W',
+           'zero3-offload': 'WW W', 'fsdp': 'WW W'}
 _shared = {k: dict(zip(('weights', 'gradients', 'optimizer'), v.replace(' ', ''))) for k,v in _shared.items()}
 
 def _largest_part(p, n):
@@ -60,7 +61,7 @@ class MemoryTable(list):
 
 def strategy_memory(learn:Learner, # With its model whole
                     world_size:int|None=None, # Processes; None: as many as there are
-                    strategies=tuple(_shared), # Which to compare
+                    strategies=('ddp', 'zero1', 'zero2', 'zero3', 'fsdp'), # Which to compare
     )->MemoryTable: # MB (10^6 bytes) in the process that holds most: weights, gradients, optimizer, total
     "What each strategy takes in each process"
     n = processes() if world_size is None else world_size
@@ -81,6 +82,9 @@ def held_memory(model:nn.Module, # In a fit, after a backward pass
                 opt, # Its optimizer
     )->dict: # MB (10^6 bytes) in this process: weights, gradients, optimizer
     "What weights, gradients and the optimizer take here"
+    if hasattr(model, 'zero_optimization_stage'):
+        raise UserError('gradients and optimizer are in buffers of DeepSpeed, which are not counted: strategy_memory '
+                        'predicts what they take')
     params = list(model.parameters())
     state = [t for t in tensors_in(_states(opt)) if t.ndim]
     parts = dict(weights=params, gradients=[p.grad for p in params if p.grad is not None], optimizer=state)

@@ -124,6 +124,7 @@ def switch_on(self:RankTrainer):
         learn.logger = noop
         self.at_end(partial(setattr, learn, 'logger', logger))
     self.at_end(s.tell_syncs(learn))
+    self.at_end(s.during(learn))
     learn.engine = engine_of(learn, s)
 
 @patch

@@ -1,0 +1,133 @@
+"Two processes train with each stage of ZeRO (gloo, CPU): equal to one process, files and predictions whole, decided together, the rest refused in a line"
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastbench.bench import processes
+from fastbench.errors import UserError
+from started import outcome
+
+HERE = Path(__file__).parent
+STAGES = 'zero1', 'zero2', 'zero3', 'zero2-offload', 'zero3-offload'
+
+
+def test_without_deepspeed_it_is_one_line(monkeypatch):
+    monkeypatch.setattr('importlib.util.find_spec', lambda name: None if name == 'deepspeed' else name)
+    with pytest.raises(UserError, match=r"'zero2' is DeepSpeed's, which is not there: pip install 'fastbench\[deepspeed\]'"): processes.starter(2, 'zero2')
+    with pytest.raises(UserError, match='did you mean'): processes.starter(2, 'zero22')
+
+
+def test_checkpoints_are_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr('importlib.util.find_spec', lambda name: name)
+    for more in (dict(resume=True), dict(checkpoint_every='10')):
+        with pytest.raises(UserError, match='checkpoints were never tried with strategy .zero3.'): processes.launch_processes('digits-xresnet18', 2, tmp_path, strategy='zero3', **more)
+
+
+@pytest.fixture(scope='module')
+def started(tmp_path_factory):
+    "What both processes wrote down"
+    pytest.importorskip('deepspeed', reason="pip install 'fastbench[deepspeed]'")
+    folder = tmp_path_factory.mktemp('zero')
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    env = {k: v for k, v in os.environ.items() if k not in ('WORLD_SIZE', 'RANK', 'LOCAL_RANK')} | dict(OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent)]))
+    code, said = outcome(HERE/'zero_ranks.py', folder, port, env=env)
+    assert not code, said[-6000:]
+    return folder/'two'
+
+
+@pytest.fixture(scope='module')
+def two(started): return [json.loads((started/f'{i}.json').read_text()) for i in range(2)]
+
+
+@pytest.mark.parametrize('stage', STAGES)
+def test_weights_are_those_of_one_process(two, stage):
+    "Shares of 12 and 4 samples, a schedule of lr and momentum, clipping, accumulation, groups, frozen weights"
+    for r in two:
+        found = r[stage]['equal']
+        assert len(found) == (3 if 'offload' in stage else 13)
+        assert not {k: o['apart'] for k, o in found.items() if not o['apart'] < 1e-6}
+        for o in found.values(): assert o['loss'] == pytest.approx(o['want'], rel=1e-5)
+
+
+@pytest.mark.parametrize('stage', STAGES)
+def test_afterwards_the_model_is_as_it_was(two, stage):
+    for r in two:
+        for k, o in r[stage]['equal'].items():
+            assert o['same'] and o['kinds'] == ['Parameter'] and o['left'] == [], k
+            assert o['opt'] == ('OptimWrapper' if k in ('torch_adamw', 'torch_sgd', 'both', 'tokens') else 'TorchOptimizer' if k == 'fused' else 'Optimizer')
+
+
+@pytest.mark.parametrize('stage', STAGES)
+def test_one_process_goes_on_with_the_same_optimizer(two, stage):
+    for r in two: assert not {k: v for k, v in r[stage]['goes_on'].items() if not v < 1e-6}
+
+
+@pytest.mark.parametrize('stage', ['zero2', 'zero3'])
+def test_the_state_goes_into_a_block_and_out_of_it(two, stage):
+    for r in two: assert max(r[stage]['back'].values()) < 1e-6
+
+
+@pytest.mark.parametrize('stage', STAGES)
+def test_the_engine_is_what_was_asked_for(two, stage):
+    for r in two:
+        o = r[stage]['equal']['both']['engine']
+        assert o == dict(strategy=stage, world_size=2, backend='gloo', sharded='3' in stage, zero_stage=int(stage[4]), device='cpu', precision='fp32', clip=.02, accumulate=32)
+
+
+@pytest.mark.parametrize('stage', ['zero2', 'zero3'])
+def test_processes_decide_together(two, stage):
+    a, b = (r[stage]['decided'] for r in two)
+    for how in ('nan', 'stop', 'term', 'ctrl_c'): assert a[how]['steps'] == b[how]['steps'] == (3 if how == 'stop' else 4) and a[how]['whole'] == b[how]['whole'] == 256
+    assert a['early'] == b['early'] == [2, 3, 4, 5, 1, 2] and a['goal'] == b['goal'] == 1 and a['lr_find'] == b['lr_find'] == two[0]['zero2']['decided']['lr_find']
+
+
+@pytest.mark.parametrize('stage', ['zero2', 'zero3'])
+def test_a_file_of_several_is_one_of_one_process(two, started, stage):
+    import torch
+    from fastai.optimizer import Adam
+    from processes import F1Score, Net, accuracy, learner, plain
+    saved = torch.load(started/'models'/f'whole-{stage}.pth', weights_only=False)
+    assert [o['grad_avg'].shape for o in saved['opt']['state']] == [p.shape for p in Net().parameters()] and {type(o) for o in saved['model'].values()} == {torch.Tensor}
+    learn = learner(Adam, data=plain(), metrics=[accuracy, F1Score(average='macro')])
+    learn.path = started
+    learn.load(f'whole-{stage}', weights_only=False)
+    with learn.no_bar(), learn.no_logging(): want, preds = learn.validate(), learn.get_preds()[0]
+    for r in two:
+        got = r[stage]['files']
+        assert got['valid'] == pytest.approx([float(o) for o in want], rel=1e-5) and torch.allclose(torch.tensor(got['preds']), preds, atol=1e-6)
+        assert 'no luck' in got['fails']
+
+
+REFUSED = dict(ranger='cannot step Lookahead', rmsprop='cannot step RMSprop', made='is made already', Compile='remove_cb(Compile)', EMACallback='remove_cb(EMACallback)', bf16='remove_cb(MixedPrecision)', later='remove_cb(EMACallback)',
+               norm='one GradientClip with norm_type=2', cancelled='cancel the batch instead', reset='before the block', freeze='freeze or unfreeze before the block', beside='is not in effect', clips='clipping is 1.0, not 0.0')
+
+
+@pytest.mark.parametrize('what', REFUSED)
+def test_what_was_not_tried_or_is_not_in_effect_is_refused(two, what):
+    for r in two: assert r['refused'][what].startswith('UserError') and REFUSED[what] in r['refused'][what]
+    assert set(two[0]['refused']) == set(REFUSED)
+
+
+def test_the_command_keeps_a_run(tmp_path):
+    pytest.importorskip('deepspeed', reason="pip install 'fastbench[deepspeed]'")
+    words = ['launch', str(tmp_path/'mine.py:make'), '--nproc', '2', '--strategy', 'zero2', '--device', 'cpu', '--out', str(tmp_path), '--json']
+    (tmp_path/'mine.py').write_text('''
+from fastai.vision.all import *
+from fastbench.all import *
+def make():
+    set_seed(1)
+    data = [(torch.randn(5), i%3) for i in range(64)]
+    dls = DataLoaders(*(DataLoader(data, bs=8, num_workers=0) for _ in range(2)), device='cpu')
+    return BenchLearner(dls, nn.Linear(5, 3), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
+''')
+    got = subprocess.run([sys.executable, '-m', 'fastbench', *words], capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert not got.returncode, got.stderr[-3000:]
+    run, = json.loads(got.stdout)
+    assert (run['status'], run['world_size'], run['strategy'], run['engine']['zero_stage']) == ('ok', 2, 'zero2', 2)
