@@ -12,7 +12,7 @@ from fastai.optimizer import SGD, Adam, OptimWrapper, ranger
 import fastbench.distributed.learner  # adds distributed
 from fastbench.callback.compiling import Compile
 from fastbench.callback.ema import EMACallback
-from fastbench.distributed.zero import need_deepspeed
+from fastbench.distributed.deepspeed import need_deepspeed
 from fastbench.machine import group
 from fastbench.train.optimizer import fused_adamw
 from processes import WORDS, apart, decided, dls, files_and_predictions, fit, flat, forked, learner, parts_of_case

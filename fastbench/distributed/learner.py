@@ -39,7 +39,7 @@ def to_distributed(self:Switches, sync_bn=True, # Batch norm over all processes,
         raise UserError("several processes are brought together by Accelerate, which is not there: pip install "
                         "'fastbench[distributed]'")
     if _trainer(self): raise UserError('this Learner trains in several processes already: detach_distributed() first')
-    import fastbench.distributed.fsdp, fastbench.distributed.zero  # into the registry
+    import fastbench.distributed.fsdp, fastbench.distributed.zero_state  # into the registry
     from fastbench.distributed.ranks import RankTrainer
     trainer = RankTrainer(sync_bn, strategy, **kwargs)
     trainer.strategy.enter(self)
