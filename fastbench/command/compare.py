@@ -17,7 +17,7 @@ from .terminal import app, kept_like, print_json, print_table, say
 # %% ../../nbs/command/04_compare.ipynb #aedd22d8
 @app.command()
 def compare(
-    a:argument(str, "A folder of Runs, a Run's file, an id, or the beginning of several.", metavar='A',
+    a:argument(str, "A folder of Runs, a file, an id, the beginning of several; ab:A, ab:B of `ab`.", metavar='A',
                autocompletion=kept_like),
     b:argument(str, 'The same, of what is judged.', metavar='B', autocompletion=kept_like),
     on:On=None,

@@ -92,7 +92,8 @@ Markdown = flag('Print a Markdown table.', '--markdown')
 Offline = flag('Never open a connection.', '--offline')
 Anyway = flag('Compare what is not comparable, and say so.', '--anyway')
 Device = option(str, 'cpu, cuda, cuda:1, mps.')
-_nproc = 'Processes of a machine that train together, each with a batch of that size; one if nothing is said.'
+_nproc = ('Processes of a machine that train together, each with a batch of that size; if nothing is said, '
+          'one, or what a rung of a ladder names.')
 Nproc = option(int, _nproc, '--nproc', min=1, show_default=False)
 _strategy = ('How they share the model: ddp (whole weights in each), fsdp (a part of each weight), zero1 to zero3 (the '
              'stages of ZeRO, by DeepSpeed; zero2-offload, zero3-offload: the optimizer in the memory of the host).')
