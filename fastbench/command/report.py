@@ -22,7 +22,7 @@ def report(
     page:option(Path, 'Where the page goes. An older report is replaced, any other file is not.', '--output', '-o',
                 metavar='FILE')=Path('report.html'),
     against:option(list[str],
-                   'What RUN is judged by: a folder, a file, an id, the beginning of several, or ab:A; may be repeated.',
+                   'What RUN is judged by: a folder, a file, an id, the beginning of several, ab:A; may be repeated.',
                    metavar='RUN', autocompletion=kept_like)=None,
     on:On=None,
     anyway:Anyway=False,
