@@ -420,7 +420,7 @@ def test_sections_come_with_their_notebooks(docs, tmp_path):
     shutil.copy(ROOT/'nbs/index.ipynb', tmp_path/'nbs/tutorials/01_profile.ipynb')
     some = make.Site(tmp_path)
     assert some.nav[1] == {'Tutorials': ['tutorials/index.md', {'fastbench': 'tutorials/profile.md'}]} and 'tutorials/profile.md' in some.texts
-    assert '- [fastbench](profile.md): Where does' in some.texts['tutorials/index.md'] and '](tutorials/profile.md)' in some.llms
+    assert '- [fastbench](profile.md): Shows where' in some.texts['tutorials/index.md'] and '](tutorials/profile.md)' in some.llms
 
 
 # nbdev's own builder

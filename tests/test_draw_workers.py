@@ -50,7 +50,7 @@ def one_line(e): assert '\n' not in str(e.value), str(e.value); return str(e.val
 def nothing_left(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
     yield
-    assert not glob.glob(str(tmp_path/'tmp*'))
+    assert not glob.glob(str(tmp_path/'fastbench-*'))
 
 
 @pytest.mark.parametrize('cls', [WatchedDL, WatchedSeededDL])

@@ -60,7 +60,9 @@ def best_count(rates:dict, # As `time_workers` gives them
 class _Board:
     "What each worker process is at: item + 1, since when, process id"
     def __init__(self, n):
-        self.notes,self.folder = torch.zeros(n, 3, dtype=torch.float64).share_memory_(),tempfile.mkdtemp()
+        self.notes = torch.zeros(n, 3, dtype=torch.float64).share_memory_()
+        self.folder = tempfile.mkdtemp(prefix='fastbench-')
+        for i in range(n): self.file(i).touch() # Made here: a worker that starts late leaves none behind
         self.waiting,self.over,self.found = False,False,None
 
     def file(self, i): return Path(self.folder)/f'{i}.txt'
@@ -68,7 +70,7 @@ class _Board:
     def join(self, i):
         self.notes[i,2] = os.getpid()
         if not hasattr(signal, 'SIGUSR1'): return
-        faulthandler.register(signal.SIGUSR1, open(self.file(i), 'w'), all_threads=False)
+        faulthandler.register(signal.SIGUSR1, open(self.file(i), 'r+'), all_threads=False)
 
     def stack(self, i, wait=1.):
         "Where a worker stands, as it says when asked"

@@ -300,9 +300,10 @@ def verdict(self:Profiler): # None where no step was measured
 
 # %% ../../nbs/measure/12_profiler.ipynb #626900d8
 @patch
-def show(self:Profiler):
+def show(self:Profiler, compact:bool=False # Rows below 1% of the fit folded into one of each phase
+    ):
     "Print the table: styled in a terminal, plain when piped"
-    show_table(self.table)
+    show_table(self.table, compact)
 
 @patch
 def plot(self:Profiler, ax=None # matplotlib axes; made if None

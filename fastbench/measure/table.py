@@ -7,6 +7,7 @@ __all__ = ['PHASE_COLUMNS', 'seconds', 'rate', 'columns', 'Table', 'show', 'rows
 
 # %% ../../nbs/measure/03_table.ipynb #436526d9
 import csv, io, json
+from copy import copy
 from html import escape
 
 from fastcore.basics import patch
@@ -160,10 +161,31 @@ def __rich_console__(self:Table, console, options):
     if left: yield Text(f'a wider terminal shows {", ".join(left)}, too', style='dim')
     for i,o in enumerate(self.lines): yield Text(o, style='bold cyan' if i == 0 and self.verdict else '')
 
+# %% ../../nbs/measure/03_table.ipynb #32b25d41
+def _rest(phase, rows):
+    "What many small rows come to"
+    def total(k): return sum(r[k] or 0. for r in rows)
+    return dict(phase=phase, action=f'{len(rows)} others', total=total('total'), share=total('share'))
+
+@patch
+def compact(self:Table, least:float=.01 # Share of the fit
+    )->Table:
+    "The same without rows that are smaller, but for one of each phase that says what they come to"
+    res,phases = copy(self),dict.fromkeys(r['phase'] for r in self.rows)
+    res.rows = []
+    for phase in phases:
+        of = [r for r in self.rows if r['phase'] == phase]
+        small = [r for r in of if (r['share'] or 0.) < least]
+        if len(small) < 2: small = []
+        res.rows += [r for r in of if r not in small] + [_rest(phase, small)]*bool(small)
+    return res
+
 # %% ../../nbs/measure/03_table.ipynb #32b25d4a
-def show(table:Table # What to print
+def show(table:Table, # What to print
+         compact:bool=False # Rows below 1% of the fit folded into one of each phase
     ):
     "Print `table`: styled in a terminal, plain text when piped"
+    if compact: table = table.compact()
     import sys
     if not sys.stdout.isatty(): return print(table)
     from rich.console import Console
