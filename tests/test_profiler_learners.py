@@ -75,3 +75,17 @@ def test_before_a_fit_the_profiler_says_what_to_do(tmp_path):
     prof = learn.profile().profiler
     assert str(prof) == 'nothing measured yet: call learn.fit' and 'nothing measured yet' in prof._repr_html_() and prof.verdict is None
     assert {'results', 'table', 'verdict', 'show', 'plot', 'to_csv'} <= {*dir(prof)} and not {'fit_one_cycle', 'state_dict', 'forward'} & {*dir(prof)}
+
+
+@pytest.mark.parametrize('method', ['to_bf16', 'to_fp16'])
+def test_a_precision_that_does_nothing_is_said(tmp_path, method):
+    "fastai's mixed precision is CUDA's, whatever the device"
+    learn, _ = tabular(tmp_path)
+    learn.profile()
+    getattr(learn, method)()
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    assert f'{method[3:]} asked, fp32 in effect: ' in str(learn.profiler) and 'learn.bench()' in str(learn.profiler)
+    learn.remove_cb(learn.mixed_precision)
+    learn.profiler.reset()
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    assert 'asked' not in str(learn.profiler)

@@ -351,12 +351,18 @@ def _energy_note(profile):
     parts = ', '.join(dict.fromkeys(k for o in e['epochs'] for k in o))
     return f'energy: {sum(each)/len(each):,.4g} J an epoch ({parts})'
 
+def _precision_note(profile):
+    p = profile.facts.get('precision')
+    return p and (f"{p['asked']} asked, {p['effective']} in effect: fastai's mixed precision is for CUDA; "
+                  '`learn.bench()` has methods that ask the device')
+
 def _cut_note(profile):
     n = profile.facts.get('interrupted')
     return n and f'{n} fit(s) ended by an error or an interrupt; what was measured until then is here'
 
 # %% ../../nbs/measure/00_phases.ipynb #4602a347
-_notes = _warm_note, _token_note, _memory_note, _efficiency_note, _loader_note, _kernel_note, _energy_note, _cut_note
+_notes = (_precision_note, _warm_note, _token_note, _memory_note, _efficiency_note, _loader_note, _kernel_note, _energy_note,
+          _cut_note)
 
 def notes(profile:Profile # What was measured
     )->list: # A line each

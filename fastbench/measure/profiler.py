@@ -23,7 +23,7 @@ from .edges import _Compiling, _device_clock, _Last, _Unscaling
 from .stopwatch import FIRST, Stopwatch, UNSCALE, UNSCALED
 from .kernels import Kernels, KernelTable
 from .loader import TimedLoader
-from .remedies import open_remedies
+from .remedies import inert_precision, open_remedies
 from .stations import add_up, timed_stations
 from .trace import Trace
 from ..machine.memory import PeakMemory
@@ -156,7 +156,7 @@ def _begin(self:Profiler):
     self._compiling = _Compiling(w)
     w.attach(self._trace, self._kernels, device=clock, graphs=self._compiling)
     self._nested,self._validation = None,learn.lock.locked()
-    if learn.opt is not None: w.profile.facts['remedies'] = open_remedies(learn)
+    if learn.opt is not None: w.profile.facts |= dict(remedies=open_remedies(learn), precision=inert_precision(learn))
     self._memory = PeakMemory(device).start()
     w.open()
     w.look_each_second(self._memory.sample)
