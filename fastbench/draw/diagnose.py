@@ -162,7 +162,7 @@ def _times(x): return f'{x:.2f}x'
 class Stalls(Table):
     "What a step waits for"
     columns = (('what', 'a step with', str), ('of', 'adds', str), ('more', 'more', duration),
-               ('step', 'step', duration), ('share', 'share', _percent))
+               ('step', 'step', duration), ('share', 'of step', _percent))
     left,title = 2,'a step, with more and more of its input'
     def __init__(self, rows, notes=()): # rows: as of `stall_rows`; notes: lines below
         self.rows,self.notes = rows,list(notes)
@@ -170,7 +170,7 @@ class Stalls(Table):
 class Stations(Table):
     "What a loader does for a batch"
     columns = (('where', 'where', str), ('station', 'station', str), ('item', 'an item', duration),
-               ('each', 'a batch', duration), ('share', 'share', '{:.1%}'.format))
+               ('each', 'a batch', duration), ('share', 'of batch', '{:.1%}'.format))
     left,title = 2,'making a batch, in one process'
     def __init__(self, rows, notes=()): # rows: as of `Ledger.rows`; notes: lines below
         self.rows,self.notes = rows,list(notes)

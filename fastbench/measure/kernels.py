@@ -49,7 +49,7 @@ class KernelTable(Table):
     "The dearest kernels of a few steps"
     columns = (('name', 'kernel', lambda o: o if len(o) <= 60 else o[:57] + '...'),
                ('calls', 'calls a step', '{:.3g}'.format), ('seconds', 'time a step', seconds),
-               ('share', 'share', '{:.1%}'.format))
+               ('share', 'of all', '{:.1%}'.format))
     left = 1
     def __init__(self, found:dict # As `dearest` makes it, with `device`
         ):

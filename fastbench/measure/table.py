@@ -33,7 +33,7 @@ def rate(x:float|None # Per second
 # %% ../../nbs/measure/03_table.ipynb #7d3bc673
 PHASE_COLUMNS = (  # key, heading, format of a value that is not None
     ('phase', 'phase', str), ('action', 'action', str), ('calls', 'calls', '{:,}'.format), ('mean', 'mean', seconds),
-    ('std', 'std', seconds), ('total', 'total', seconds), ('share', 'share', '{:.1%}'.format),
+    ('std', 'std', seconds), ('total', 'total', seconds), ('share', 'of fit', '{:.1%}'.format),
     ('samples_per_second', 'samples/s', rate), ('tokens_per_second', 'tokens/s', rate),
     ('device_mean', 'device mean', seconds), ('device_busy', 'device busy', seconds),
     ('device_total', 'device total', seconds))
@@ -117,7 +117,7 @@ def _tr(self:Table, head, row, cells, new):
     "A row; `new`: it begins a phase"
     line = ' style="border-top:1px solid rgba(128,128,128,.5)"' if new else ''
     cells = [''] + cells[1:] if new is False else cells
-    def td(i, h, o): return _td(o, i < self.left, row.get('share') if h == 'share' else None)
+    def td(i, h, o): return _td(o, i < self.left, row.get('share') if h == 'of fit' else None)
     return f'<tr{line}>' + ''.join(td(i, h, o) for i,(h,o) in enumerate(zip(head, cells))) + '</tr>'
 
 @patch

@@ -44,7 +44,7 @@ def _bars(sides, phase, most=16):
                      f'An average step of {PHASES[phase]}, warm-up left out{note}')]
 
 # %% ../../nbs/page/04_details.ipynb #1c3de41f
-_phase_head = ['phase', 'action', 'calls', 'mean', 'std', 'total', 'share', 'samples/s', 'device mean']
+_phase_head = ['phase', 'action', 'calls', 'mean', 'std', 'total', 'of fit', 'samples/s', 'device mean']
 
 def _phase_line(r, first):
     share = '' if r['share'] is None else f"{r['share']:.1%}"
