@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bars import middle, verdict
+
 SCRIPT = '''
 import time
 from fastai.vision.all import *
@@ -76,8 +78,7 @@ def overhead(folder, pairs=12, epochs=12):
     v = compare_times(*fits, paired=True, threshold=.01)
     print(f'start: {more:+.2f} s beside a bare process (median of {pairs} pairs): the bar of 3 s is {"met" if more < 3 else "not met"}')
     low, high = 1/v.speedup[2] - 1, 1/v.speedup[1] - 1
-    print(f'fit: {1/v.speedup[0] - 1:+.2%} ({low:+.2%} to {high:+.2%}), {v.verdict}: the bar of 1% is '
-          f'{"met" if high < .01 else "not met" if low > .01 else "within the interval: not shown"}')
+    print(f'fit: {1/v.speedup[0] - 1:+.2%} ({low:+.2%} to {high:+.2%}), {v.verdict}: the bar of 1% is {verdict(low, high, .01)}')
     return more < 3 and low <= .01
 
 
@@ -96,7 +97,6 @@ def make(n=800):
 
 def fit(folder, pairs=40):
     "In one process the two sides are beside each other, so that a busy machine is busy for both"
-    from scipy.stats import binom
     from fastbench.bench.run import run_recipe
     (Path(folder)/'timed.py').write_text(FIT)
     sys.path.insert(0, str(folder))
@@ -117,12 +117,10 @@ def fit(folder, pairs=40):
     sides = [[train.took[2*i + (k ^ i % 2)] for i in range(pairs)] for k in (0, 1)]
     met = True
     for j, what in enumerate(('wall clock', 'processor')):
-        more = sorted(b[j]/a[j] - 1 for a, b in zip(*sides))
-        rank = int(binom.ppf(.025, pairs, .5))  # of the order statistics that hold the median in 95 of 100
-        low, mid, high = more[max(0, rank-1)], more[pairs//2], more[-max(1, rank)]
+        low, mid, high = middle(b[j]/a[j] - 1 for a, b in zip(*sides))
         met &= high < .01
         print(f'fit of {sides[0][0][0]:.1f} s, {what}: {mid:+.2%}, the median of {pairs} pairs ({low:+.2%} to {high:+.2%}): the bar of 1% is '
-              f'{"met" if high < .01 else "not met" if low > .01 else "within the interval: not shown"}')
+              f'{verdict(low, high, .01)}')
     return met
 
 
@@ -148,7 +146,6 @@ def make(n=60):
 
 def steps(folder, pairs=60):
     "Two fits of the same code differ by several percent of what they compute (memory lies elsewhere), so the cost of a step is measured where little is computed, in microseconds"
-    from scipy.stats import binom
     from fastbench.bench.run import run_recipe
     (Path(folder)/'counted.py').write_text(STEPS)
     sys.path.insert(0, str(folder))
@@ -173,8 +170,6 @@ def steps(folder, pairs=60):
         small, large = more(few, k), more(many, k)
         a = (large - small)/(many - few)
         found.append((a, small - few*a))
-    rank = int(binom.ppf(.025, pairs, .5))
-    def middle(xs): xs = sorted(xs); return xs[max(0, rank-1)], xs[pairs//2], xs[-max(1, rank)]
     (low, step, high), (least, fixed, most) = map(middle, zip(*found))
     n, seconds = 50, 1.  # of the fit of `fit`
     share, worst = ((n*a + b)/seconds for a, b in ((step, fixed), (high, max(most, 0))))

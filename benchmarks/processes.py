@@ -21,6 +21,7 @@ from statistics import median
 os.environ['OMP_NUM_THREADS'] = '1'
 warnings.filterwarnings('ignore')
 
+from bars import middle, verdict
 from fastbench.bench.processes import launch_processes
 from fastbench.recipe import get_recipe
 from fastbench.runs.store import load
@@ -123,7 +124,6 @@ def fits(pairs):
 
 def profile(pairs=40):
     import socket
-    from scipy.stats import binom
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         env = os.environ | dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(s.getsockname()[1]), ACCELERATE_USE_CPU='true', PYTHONWARNINGS='ignore')
@@ -131,11 +131,9 @@ def profile(pairs=40):
     met = True
     for i, p in enumerate(procs):
         xs = [*map(float, p.communicate()[0].split()[1:])]
-        more = sorted(b/a - 1 for a, b in zip(xs[::2], xs[1::2]))
-        k = int(binom.ppf(.025, pairs, .5))  # of the order statistics that hold the median in 95 of 100
-        low, mid, high = more[max(0, k-1)], more[pairs//2], more[-max(1, k)]
+        low, mid, high = middle(b/a - 1 for a, b in zip(xs[::2], xs[1::2]))
         met &= high < .01
-        print(f'process {i}: a step of {1000*median(xs[::2])/60:.1f} ms, with the profiler {mid:+.2%} ({low:+.2%} to {high:+.2%}): the bar of 1% is {"met" if high < .01 else "not met" if low > .01 else "within the interval: not shown"}')
+        print(f'process {i}: a step of {1000*median(xs[::2])/60:.1f} ms, with the profiler {mid:+.2%} ({low:+.2%} to {high:+.2%}): the bar of 1% is {verdict(low, high, .01)}')
     return met
 
 

@@ -1,6 +1,7 @@
 "The generator of README.md, on notebooks made for it."
 import base64
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,19 @@ def test_check_names_what_differs_and_writes_nothing(write, capsys):
     (folder/'docs/images/index-1.png').unlink()
     assert readme.main(check=True, root=folder) == 1
     assert 'README.md, docs/images/index-1.png' in capsys.readouterr().err and text(folder) == 'edited by hand'
+
+
+def test_a_notebook_of_the_readme_runs_in_the_kernel_of_this_environment():
+    "What Jupyter and VS Code start when `.venv` is chosen: the first lines of README, its table included"
+    from jupyter_client.manager import start_new_kernel
+    manager, client = start_new_kernel(kernel_name='python3')
+    said = []
+    def heard(m): said.append(m['content'])
+    code = "import sys; print(sys.prefix); from fastbench.all import *; learn = bench_learner('digits-xresnet18', batches=2, epochs=1, device='cpu').profile(); " \
+           "exec('with learn.no_bar(), learn.no_logging(): learn.fit(1)'); learn.profiler"
+    try: got = client.execute_interactive(code, timeout=120, output_hook=heard)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert got['content']['status'] == 'ok', got['content']
+    assert any(sys.prefix in o.get('text', '') for o in said) and any('<table' in o.get('data', {}).get('text/html', '') for o in said)
