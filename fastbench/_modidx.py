@@ -3681,6 +3681,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'fastbench.page.sections.Side.timed': ( 'page/sections.html#side.timed',
                                                                                  'fastbench/page/sections.py'),
                                          'fastbench.page.sections._against': ('page/sections.html#_against', 'fastbench/page/sections.py'),
+                                         'fastbench.page.sections._apart': ('page/sections.html#_apart', 'fastbench/page/sections.py'),
                                          'fastbench.page.sections._at': ('page/sections.html#_at', 'fastbench/page/sections.py'),
                                          'fastbench.page.sections._compared': ( 'page/sections.html#_compared',
                                                                                 'fastbench/page/sections.py'),

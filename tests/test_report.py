@@ -73,6 +73,14 @@ def html(tmp_path_factory):
     return _html
 
 
+def test_cards_say_what_differs():
+    "Not only the batch and the precision, which stand above"
+    sides = [made(i, s, recipe={**vars(Recipe('digits-xresnet18')), 'seed': 42+i, 'precision': 'fp32', 'bs': 32*(s+1), 'lr': .1*(s+1), 'opt': 'sgd'}) for i in range(2) for s in (0, 1)]
+    text = report(sides[::2], against=sides[1::2], on=['lr', 'bs']).html
+    assert re.findall(r'class="sub unlike">(.*?)</p>', text, re.S) == ['<bdi>lr 0.2</bdi>', '<bdi>lr 0.1</bdi>']
+    assert 'unlike' not in re.sub('<style>.*?</style>', '', report([made(i) for i in range(3)]).html, flags=re.S)
+
+
 # In a browser
 
 @pytest.mark.parametrize('name', CASES)

@@ -15,7 +15,7 @@ from ..compare.runs import Compared
 from .html import drawn, fold, h, shortened, table
 from ..errors import UserError
 from ..runs.record import STATUSES
-from ..compare.sides import NotComparable
+from ..compare.sides import NotComparable, work
 from ..measure.table import rate, seconds
 
 # %% ../../nbs/page/03_sections.ipynb #144cb77c
@@ -119,6 +119,16 @@ def _where(side):
              side.about('data', 'name'), [f'batch {o}' for o in side.about('recipe', 'bs')])
     return _joined([h.bdi(shortened(x, 48)) for n in names for x in n[:2]], ' · ')
 
+_stand_above = 'bs', 'precision', 'data', 'device'
+
+def _apart(sides, most=6):
+    "For each side, its values of the fields in which the first Runs of the sides differ"
+    each = [work(s.runs[0])[0] for s in sides]
+    keys = [k for k in dict.fromkeys(k for o in each for k in o) if k not in _stand_above and not k.startswith('data.')]
+    apart = [k for k in keys if len({json.dumps(o.get(k), sort_keys=True, default=str) for o in each}) > 1]
+    def told(o, k): v = o.get(k); return f'{k} ' + ('none' if v is None else v if isinstance(v, str) else json.dumps(v, default=str))
+    return [[told(o, k) for k in apart[:most]] + ['...']*(len(apart) > most) for o in each]
+
 # %% ../../nbs/page/03_sections.ipynb #7a162928
 def _facts(side, metric):
     "(name, text) of what was measured"
@@ -135,12 +145,14 @@ def _told_fit(fit, side):
 # %% ../../nbs/page/03_sections.ipynb #037f71a7
 def card(side:Side, # Which
          metric:str|None, # What to show beside times
+         apart=(), # In what it differs from the others
     ): # An element
     "A side at a glance"
     name = shortened((side.about('recipe', 'name') or ['no name'])[0])
     fit,tags = [s.run.seconds for s in side.ok],_tags(side)
     facts = [x for k,v in _facts(side, metric) if v for x in (h.dt(h.bdi(shortened(k, 24))), h.dd(v))]
-    return h.div(h.h3(h.span(side.letter, cls='label'), '  ', h.bdi(name)), h.p(_where(side), cls='sub'),
+    unlike = h.p(_joined([h.bdi(shortened(x, 48)) for x in apart], ' · '), cls='sub unlike') if apart else None
+    return h.div(h.h3(h.span(side.letter, cls='label'), '  ', h.bdi(name)), h.p(_where(side), cls='sub'), unlike,
                  h.p([x for t in tags for x in (t, ' ')]) if tags else None,
                  h.div(seconds(mean(fit)) if fit else 'no timing', cls='big'), h.p(_told_fit(fit, side), cls='note'),
                  h.dl(facts), cls='card')
@@ -151,7 +163,7 @@ def glance(shown:Shown, # What the page is about
     )->list: # Elements
     "A card for each side"
     few = f'The first 12 of {len(shown.sides)} sides; the tables below have all.'
-    cards = h.div([card(o, shown.metric) for o in shown.sides[:12]], cls='cards')
+    cards = h.div([card(o, shown.metric, a) for o,a in zip(shown.sides[:12], _apart(shown.sides))], cls='cards')
     return [cards] + [h.p(few, cls='note')]*(len(shown.sides) > 12)
 
 # %% ../../nbs/page/03_sections.ipynb #0a75f0f2
