@@ -194,6 +194,7 @@ def slower_than(self:Compared, limit, # A share: .05 is 5%
     return shown_above({k: v for k,v in self.verdicts.items() if k in times}, limit)
 
 # %% ../../nbs/compare/03_runs.ipynb #0b455430
+_said = dict(unknown='cannot tell', same='no difference') # What a person reads
 _in_json = 'paired threshold level on accuracy faster_but_worse differences environment meant'.split()
 
 def _interval_of(r): return '' if r['low'] is None else f"{signed(r['low'])} to {signed(r['high'])}"
@@ -208,7 +209,7 @@ def to_json(self:Compared)->str:
 def shown(self:Compared, r): # r: of `rows`
     "A row in the units of its kind"
     unit,few = _units[r['kind']],_is_few(r)
-    own = dict(interval=_interval_of(r), verdict='cannot tell' if r['verdict'] == 'unknown' else r['verdict'])
+    own = dict(interval=_interval_of(r), verdict=_said.get(r['verdict'], r['verdict']))
     if few: own = dict.fromkeys(('interval', 'verdict', 'detectable'))
     return {**r, 'a': unit(r['a']), 'b': unit(r['b']), **own}
 
