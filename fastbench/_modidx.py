@@ -203,6 +203,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastbench.bench.run._failed': ('bench/run.html#_failed', 'fastbench/bench/run.py'),
                                      'fastbench.bench.run._fit': ('bench/run.html#_fit', 'fastbench/bench/run.py'),
                                      'fastbench.bench.run._goal': ('bench/run.html#_goal', 'fastbench/bench/run.py'),
+                                     'fastbench.bench.run._goal_of': ('bench/run.html#_goal_of', 'fastbench/bench/run.py'),
                                      'fastbench.bench.run._on_test': ('bench/run.html#_on_test', 'fastbench/bench/run.py'),
                                      'fastbench.bench.run._precision': ('bench/run.html#_precision', 'fastbench/bench/run.py'),
                                      'fastbench.bench.run._resumed': ('bench/run.html#_resumed', 'fastbench/bench/run.py'),

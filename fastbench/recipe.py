@@ -213,7 +213,9 @@ def but(recipe:Recipe, # Where to start
     _check_known(cls, changes)
     if changes.get('data') == 'auto' and not recipe.data.startswith('auto'):
         changes['data'] = f'auto:{recipe.data}'  # what it stands in for
-    return cls(**{k: v for k,v in kept.items() if k in cls.__dataclass_fields__} | changes)
+    res = cls(**{k: v for k,v in kept.items() if k in cls.__dataclass_fields__} | changes)
+    if 'knots' in changes: res.only_if(res.schedule == 'linear', "schedule='linear'", 'knots')
+    return res
 
 def _find_kind(name):
     if name not in kinds(): raise UserError(unknown('kind', name, list(_kinds)))

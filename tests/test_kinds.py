@@ -2,9 +2,11 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import fastbench.measure.profiler  # noqa: F401  (adds profile)
 from fastbench.errors import UserError
@@ -140,3 +142,52 @@ def test_batches_are_those_of_the_recipe():
     learn = bench_learner('digits-xresnet18', device='cpu', size=8, batches=4, workers=0).profile()
     with learn.no_bar(), learn.no_logging(): learn.fit(1)
     assert len(learn.profiler.profile.steps['train']) == 4
+CHANGED = dict(data='photos', sample=.5, workers=1, batches=3, bs=16, memory='4GB', epochs=2, lr=.1, wd=.3, opt='fused_sgd', eps=1e-3, schedule='flat',
+               knots=[[0., 0.], [1., 1.]], label_smoothing=.1, precision='bf16', compile=True, tf32=True, keep_memory=True, onednn=True, ema=.9, best=True, target=.5,
+               seed=1, split='pooled', valid=.3, label_col='label', size=16, prefetch=3, loader='whole', decoder='pillow', prepare='align', cache='array', resize=8,
+               channels_last=True, augment='batch', min_scale=.5, flip=.5, pad=1, cutout=3, progressive=.5, tta=True, arch='xresnet34', act='mish', pretrained=True)
+
+
+class Asked(list):
+    "Writes down what a fit was asked for"
+    def __getattr__(self, name): return lambda *args: self.append((name, args))
+
+
+def seen_of(o, depth=4):
+    "What can be seen of an object: its class and its plain values, and those of what it holds"
+    if isinstance(o, torch.Tensor): return tuple(o.shape), str(o.dtype), float(o.float().sum())
+    if o is None or isinstance(o, (bool, int, float, str, Path)): return str(o)
+    if isinstance(o, partial): return seen_of([o.func, o.args, o.keywords], depth)
+    if isinstance(o, dict): return {str(k): seen_of(v, depth-1) for k, v in o.items()} if depth else len(o)
+    if isinstance(o, (list, tuple)): return [seen_of(v, depth-1) for v in o[:20]] if depth else len(o)
+    if callable(o) and hasattr(o, '__qualname__'): return o.__qualname__
+    return type(o).__name__, {k: seen_of(v, depth-1) for k, v in sorted(getattr(o, '__dict__', {}).items()) if not k.startswith('__')} if depth else ''
+
+
+def seen(learn):
+    "Callbacks, loss, optimizer, model, and the loaders with their first batch"
+    learn.recipe.fit(asked := Asked())
+    dl, model = learn.dls.train, learn.model
+    loaders = [(o.n, o.bs, o.fake_l.num_workers, getattr(o.fake_l, 'prefetch_factor', None), type(o).__name__, seen_of([o.after_item, o.after_batch])) for o in learn.dls.loaders]
+    cbs = [(type(o).__name__, {k: str(v) for k, v in vars(o).items() if isinstance(v, (int, float, str))}) for o in learn.cbs]
+    weights = [seen_of(o) + (o.is_contiguous(memory_format=torch.channels_last) if o.ndim == 4 else None,) for o in list(model.parameters())[:2]]
+    kinds = [type(o).__name__ for o in model.modules()]
+    fixed = [learn.lr, learn.wd, learn.opt_func, learn.loss_func, list(learn.dls.valid.one_batch())]
+    return json.dumps([asked, loaders, cbs, weights, kinds, seen_of(fixed)], default=str, sort_keys=True)
+
+
+@pytest.fixture(scope='module')
+def as_it_is(): return seen(bench_learner('digits-xresnet18', device='cpu', workers=0))
+
+
+@pytest.mark.parametrize('name', sorted(set(get_recipe('digits-xresnet18').__dataclass_fields__) - {'name', 'about', 'refs'}))
+def test_every_field_acts_or_is_refused(name, as_it_is):
+    "On a Learner, or on the fit that the recipe asks of it"
+    assert name in CHANGED, f'{name} is new: say here to what it may be changed'
+    try: learn = bench_learner('digits-xresnet18', device='cpu', offline=True, **{'workers': 0, name: CHANGED[name]})
+    except UserError as e: assert name in str(e) or CHANGED[name] in (True,) or 'install' in str(e), e
+    else: assert seen(learn) != as_it_is
+
+
+def test_the_learner_as_it_is_can_be_told(as_it_is):
+    assert seen(bench_learner('digits-xresnet18', device='cpu', workers=0)) == as_it_is

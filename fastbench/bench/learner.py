@@ -22,6 +22,7 @@ from ..callback.ema import EMACallback
 from ..callback.cpu.keepmemory import KeepMemory, check_malloc
 from ..callback.cpu.onednn import OneDNNLinear, check_onednn
 from ..callback.limit import FirstBatches
+from ..callback.target import TimeToAccuracy
 from ..train.muon import muon
 from ..train.optimizer import torch_opt
 from ..recipe import Recipe, get_recipe
@@ -81,6 +82,7 @@ def _switch_on(learn, r, precision):
     if r.ema is not None: learn.add_cb(EMACallback(r.ema))
     if r.best: keep_best(learn)
     if r.batches: learn.add_cb(FirstBatches(r.batches))
+    if r.target: learn.add_cb(TimeToAccuracy(r.target, whole=True))
     if precision is None: return learn  # as it was made
     half,_,dtype = precision.rpartition('-')
     if half: return learn.to_half(dtype)
@@ -103,7 +105,7 @@ def bench_learner(recipe:str|Recipe, # A recipe or its name, a function that ret
                   device=None, # Where to train; fastai's default device if None
                   offline:bool=False, # Never open a connection
                   **changes, # New values of the recipe's fields: `bs=32`, `precision='bf16'`
-    ): # A `BenchLearner`: an ordinary fastai Learner, with the recipe as `learn.recipe`
+    ): # A `BenchLearner`: an ordinary fastai Learner; `learn.recipe.fit(learn)` trains it for the recipe's epochs
     "The Learner that `recipe` describes"
     r,device = get_recipe(recipe, **changes),find_device(device)
     on = r.switches()

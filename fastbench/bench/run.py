@@ -16,7 +16,7 @@ from fastai.callback.schedule import Learner  # adds fit_one_cycle
 from fastai.callback.tracker import SaveModelCallback
 from fastai.learner import Recorder
 from fastai.torch_core import set_seed
-from fastcore.basics import patch
+from fastcore.basics import noop, patch
 
 import fastbench.measure.profiler  # adds profile
 import fastbench.train.schedule  # adds fit_linear
@@ -211,11 +211,18 @@ def _at_rest(state, idle):
     if 'gpu' not in state or 'busy' not in idle.get('gpu', {}): return state
     return {**state, 'gpu': {**state['gpu'], 'busy': idle['gpu']['busy']}}
 
+def _goal_of(learn):
+    "The target of the recipe, taken off: it ends the fit in an epoch that `Watch` has to see first"
+    goal = next(o for o in learn.cbs if isinstance(o, TimeToAccuracy))
+    learn.remove_cb(goal)
+    goal.tell = noop
+    return goal
+
 def _train(learn, r, run, tell, stop, device, energy, idle, every=None):
-    watch,target = _watch_of(learn)(tell, None if every else stop, partial(glance, device)),r.switches().target
-    goal = TimeToAccuracy(target, tell=lambda o: None, whole=True) if target else None
+    watch = _watch_of(learn)(tell, None if every else stop, partial(glance, device))
+    goal = _goal_of(learn) if r.switches().target else None
     alone = not hasattr(learn, 'distributed_trainer')
-    cbs = [watch] + ([goal] if goal else []) + ([Energy()] if energy else [])
+    cbs = [watch] + [goal]*bool(goal) + [Energy()]*bool(energy)
     learn.profile(flops=bool(goal) and alone).add_cbs(cbs)
     before = _at_rest(machine_state(device), idle)
     tell(dict(phase='fit'))

@@ -124,7 +124,8 @@ def _file_dls(dsets, parts, size, min_scale, flip, stats, item_tfms=(), **kwargs
 
 # %% ../../nbs/vision/02_data.ipynb #e516f611
 def _array_dls(dsets, parts, size, min_scale, flip, stats, item_tfms=(), **kwargs):
-    if item_tfms: raise UserError(f'{type(item_tfms[0]).__name__} works on files, and these images are in memory')
+    if item_tfms: raise UserError(f'{type(item_tfms[0]).__name__} works on files, and these images are in memory: '
+                                  "take other data, or prepare='none'")
     import numpy as np
     def tensors(items):
         x = torch.from_numpy(np.stack([o for o,_ in items]))
