@@ -286,7 +286,7 @@ def launch(recipe, # A `Recipe` or its name, a function that returns a Learner o
            repeat:int=0, # Which repeat this is: added to the seed
            checkpoint_every=None, # Between checkpoints: minutes ('10') or '500steps'; None: none are written
            resume:bool=False, # Go on with this training where it was interrupted; it writes checkpoints, too
-           show_output:bool=False, # Let through what a function of one's own prints
+           show_output:bool=False, # Let through what a your own function prints
            **options, # Of `run_recipe`: device, changes
     )->str: # The file of the Run
     "Run `recipe` in a fresh process; `Interrupted` after a signal, `UserError` where nothing could be run"

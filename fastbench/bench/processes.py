@@ -148,7 +148,7 @@ class Launch:
 
 # %% ../../nbs/bench/04_processes.ipynb #bce98ed3
 class Ended(Exception):
-    "Processes were ended by whoever gave them their place"
+    "Processes were ended by what gave them their place"
 
 # %% ../../nbs/bench/04_processes.ipynb #79f77ce2
 class Here:

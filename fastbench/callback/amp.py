@@ -39,7 +39,7 @@ def _why_not(precision, device, allow_emulation=False):
     return f': this {kind} only emulates bfloat16, slower than fp32'
 
 def _instead(precision, device, how):
-    "What may be asked for there, in the words of whoever asks"
+    "What may be asked for there, in the words of the caller"
     open_ = [how.format(o) for o in ('bf16', 'fp16', 'fp32') if o != precision and not _why_not(o, device)]
     measured = ', or MixedPrecision(allow_emulation=True) to measure that' if precision == 'bf16' else ''
     return f'; use {" or ".join(open_)}{measured}'
@@ -359,5 +359,5 @@ def plot_scales(self:MixedPrecision, ax=None # matplotlib axes; made if None
 @contextmanager
 def computing(self:MixedPrecision, model # The Learner's
     ):
-    "As in a batch of the fit that has begun, for whoever calls the model by himself"
+    "As in a batch of the fit that has begun, for code that calls the model itself"
     with autocast(self._device, self.dtype): yield model

@@ -26,7 +26,7 @@ def _same(o): return o
 def override(m, # An object, such as an `nn.Module`
              name, # Of its method
              f, # Called instead, with what it overrides as its first argument
-    ): # Call it to give the method back, before or after whoever else overrides it
+    ): # Call it to give the method back, before or after other overrides
     "Override a method of `m` alone"
     o = vars(m).get(name)
     if not isinstance(o, _Overridden): o = vars(m)[name] = _Overridden(getattr(m, name), name in vars(m))
@@ -46,7 +46,7 @@ def has_method(m, # An object
                name, # Of its method
                *classes, # Where it may come from
     )->bool:
-    "Is a method that of one of `classes`, not of a subclass or of the object alone, whoever overrides it now?"
+    "Is a method that of one of `classes`, not of a subclass or of the object alone, even if it is overridden now?"
     o = getattr(m, name, None)
     if isinstance(o, _Overridden): o = o.own
     return hasattr(o, '__func__') and any(o.__func__ is getattr(cls, name, None) for cls in classes)

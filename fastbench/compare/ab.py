@@ -266,7 +266,7 @@ def start_ab(a, b, changes, both, python, on, anyway, folder, device, offline,
 
 # %% ../../nbs/compare/06_ab.ipynb #082cb9e6
 @contextmanager
-def against(a, # A function of one's own, or its name: `train.py:make`
+def against(a, # Your own function, or its name: `train.py:make`
             ref:str, # A commit, branch or tag of its repository
             changes=None, # Fields of B
             **options, # For `start_ab`: both, python, on, anyway, folder, device, offline, pairs, ...

@@ -72,7 +72,7 @@ class NotComparable(UserError):
 # %% ../../nbs/compare/02_sides.ipynb #12337f98
 # A name is no work; repeats differ in their seeds; of the others counts what was in effect
 _left_out = ('name', 'about', 'seed', 'memory', 'data', 'precision')
-_named = 'valid', 'text_col', 'label_col'  # names in data of one's own: what they name is in the fingerprint
+_named = 'valid', 'text_col', 'label_col'  # names in your own data: what they name is in the fingerprint
 _of_launch = tuple(f'variables.{o}' for o in ('WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'RANK', 'LOCAL_RANK'))  # = world_size
 _of_data = ('version', 'fingerprint', 'fallback', 'synthetic', 'n_train', 'n_valid')
 _listed = ('os', 'kernel', 'machine', 'host', 'python', 'implementation', 'cpu', 'cores', 'memory', 'versions', 'git',

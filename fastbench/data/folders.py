@@ -16,7 +16,7 @@ from .table import part_of
 # %% ../../nbs/data/03_folders.ipynb #ebca80b8
 @dataclass
 class Found:
-    "Data of one's own, before they are split"
+    "Your own data, before they are split"
     items: list # Files, or texts
     names: list # What each file is called in the fingerprint, or the texts
     labels: list # Name of the class of each; None where there are none

@@ -63,7 +63,7 @@ def held_out(found:Found, # What there is
 # %% ../../nbs/data/04_parts.ipynb #d399dba8
 @dataclass
 class OwnData:
-    "Data of one's own, split"
+    "Your own data, split"
     name: str # What a Run calls them
     items: list # Files, or texts
     numbers: list|None # Number of the class of each; None: no classes
@@ -103,7 +103,7 @@ def own_data(found:Found, # Folders or a table
              seed:int=42, # Of the draw
              pooled:bool=False, # Is everything to be put together, to be drawn later?
     )->OwnData:
-    "Data of one's own, split and checked"
+    "Your own data, split and checked"
     name,labelled = own_name(data),found.labels[0] is not None
     held,told,valid = held_out(found, valid, seed, pooled)
     classes = _class_order(set(found.labels)) if labelled else None
@@ -134,7 +134,7 @@ def load_own(data:str, # A path
              split:str, # 'own' or 'pooled', as the recipe says
              read, # Called with a path, and the name of the folder or column that is for validation: gives a `Found`
     )->OwnData:
-    "Data of one's own, read and split"
+    "Your own data, read and split"
     path,pooled = own_path(data),split == 'pooled'
     if not isinstance(valid, (str, os.PathLike, type(None))) and not (isinstance(valid, float) and 0 < valid < 1):
         raise UserError(f'valid={valid!r} cannot be: a share between 0 and 1, a name in the data, or a path')

@@ -37,7 +37,7 @@ def path_hint(name # What is no source
 # %% ../../nbs/data/00_place.ipynb #4245ca1d
 def only_with_path(data, # As a recipe has it
                    **fields): # Name -> value; None where it was not set
-    "Refuse fields that say something of data of one's own, where a source was named"
+    "Refuse fields that say something of your own data, where a source was named"
     for k,v in fields.items():
         if v is None or is_path(data): continue
         raise UserError(f'{k}={v!r} has no effect with data={data!r}: it goes with data of your own, a path such as '
@@ -60,7 +60,7 @@ def call_path(path, # Absolute
 def own_path(data, # A path
              field:str='data', # Of the recipe, for the line that says that it is not there
     )->Path: # Absolute
-    "Where data of one's own are"
+    "Where your own data are"
     path = os.path.abspath(os.path.expanduser(data))
     if not os.path.exists(path):
         raise DataUnavailable(f'{field}={os.fspath(data)!r} is not there: no file or folder {path}')

@@ -31,7 +31,7 @@ _readers = {'.csv': _csv(','), '.tsv': _csv('\t'), '.parquet': _parquet, '.jsonl
 # %% ../../nbs/data/02_table.ipynb #8255e5e8
 def read_rows(file:Path # What its name ends in says how
     ): # DataFrame with a row at least
-    "A table of one's own"
+    "Your own table"
     import pandas as pd
     kind = file.suffix.lower()
     if kind not in _readers:

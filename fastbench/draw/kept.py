@@ -16,7 +16,7 @@ from ..machine.download import cache_dir, locked
 # %% ../../nbs/draw/20_kept.ipynb #34a74195
 FORMAT = 1 # of the files of a cache
 
-def caches_dir(where=None # A folder of one's own; None: below `cache_dir()`
+def caches_dir(where=None # Your own folder; None: below `cache_dir()`
     )->Path:
     "The folder that holds caches"
     return Path(where).expanduser().absolute() if where else cache_dir()/'draw'

@@ -71,7 +71,7 @@ class Threads:
 # %% ../../nbs/draw/04_pool.ipynb #627b6aa5
 class Batch:
     "A batch whose pieces are done by several threads"
-    def __init__(self, made, # What is being made: given to whoever waits
+    def __init__(self, made, # What is being made: given to all who wait
                  n:int, # Pieces
         ):
         self.made,self.left,self.error = made,n,None

@@ -159,7 +159,7 @@ def _source_of(f):
 @finder
 def own_recipe(f, # A function that returns a Learner, or its name: `train.py:make`
     ): # A recipe; None for what is neither
-    "A recipe of a function of one's own"
+    "A recipe of your own function"
     if isinstance(f, str): source = find_source(f) if is_own(f) else None
     else: source = _source_of(f)
     return source and recipe_of(source)

@@ -89,7 +89,7 @@ def download(text, # What the file holds
 def table(head, # Headings
           rows, # Lists of texts, numbers or elements
           left=1, # Columns that are flush left: so many, or their numbers
-          about:str='', # What it shows, for whoever does not see it
+          about:str='', # What it shows, for screen readers
           classes=(), # A class a row; may be shorter
           wrap=(), # Numbers of columns whose texts may break
     ):

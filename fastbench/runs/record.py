@@ -243,7 +243,7 @@ def from_head(text:str, # The beginning of what `to_json` wrote
 
 # %% ../../nbs/runs/01_record.ipynb #824b57c9
 def _own_said(d):
-    "What data of one's own are, besides their name"
+    "What the user's own data are, besides their name"
     classes = f" in {d['n_classes']} classes" if d.get('n_classes') else ''
     return f"{d['n_items']:,} items{classes}, {d.get('fingerprint')}"
 

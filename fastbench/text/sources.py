@@ -112,7 +112,7 @@ def load_own_texts(data:str, # A path: a table, a folder of .txt files, one such
                    **kwargs): # For `own_texts`: valid, text_col, label_col, labelled, seed, split
     "The texts of a path"
     got = own_texts(data, **kwargs)
-    source = TextSource(got.name, '', 'files of whoever trains', None, len(got.classes) if got.classes else None)
+    source = TextSource(got.name, '', 'your own files', None, len(got.classes) if got.classes else None)
     return TextSet(source, got.classes, Texts(*got.part(False)), Texts(*got.part(True)), info=got.info)
 
 # %% ../../nbs/text/03_sources.ipynb #445ba38d

@@ -154,7 +154,7 @@ def keep_newest(folder, # That holds checkpoints
 # %% ../../nbs/train/12_checkpoint.ipynb #293df42f
 def remove(path # A checkpoint
     ):
-    "Take it away, so that no half of it is ever seen"
+    "Remove it, so that no half of it is ever read"
     gone = path.with_name(f'.old-{path.name}-{os.getpid()}')
     with suppress(OSError): os.rename(path, gone)
     shutil.rmtree(gone, ignore_errors=True)

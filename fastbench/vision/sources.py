@@ -261,7 +261,7 @@ def load_own_set(data:str, # A path: a folder by class, or a table of files and 
     "The images of a path"
     got = own_images(data, **kwargs)
     native = size or native_side(got.items)
-    source = Source(got.name, '', 'files of whoever trains', None, len(got.classes), native, _imagenet)
+    source = Source(got.name, '', 'your own files', None, len(got.classes), native, _imagenet)
     train,valid = ([Item(*o) for o in zip(*got.part(held))] for held in (False, True))
     return ImageSet(source, got.classes, train, valid, got.info)
 
@@ -279,7 +279,7 @@ def load_source(name:str, # A source, `imagenette` (picks its archive by `size`)
                 seed=42, # Of a split that the source does not bring itself
                 offline=False, # Never open a socket
                 tell=None, # Called with the bytes downloaded so far and in all
-                split='own', # Of a path: 'pooled' leaves its validation to whoever asks
+                split='own', # Of a path: 'pooled' leaves its validation to the caller
                 valid=None, # Of a path: see `own_images`
                 label_col=None, # Of a path, likewise
     )->ImageSet:
