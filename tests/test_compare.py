@@ -114,7 +114,7 @@ def test_memory_and_accuracy():
 @pytest.mark.parametrize('n', [1, 2, 4])
 def test_few_runs_have_no_interval_and_no_percent_in_the_headline(n):
     c = compare(side(n=n), side(1, n=n, scale=1.5))
-    assert c.title.endswith('(A): too few runs to tell (5 a side are the least)') and '%' not in c.title
+    assert c.title.endswith('(A): too few runs to tell (you need at least 5)') and '%' not in c.title
     assert 'interval' not in str(c) and 'could see' not in str(c) and 'unknown' not in str(c) and c.paired == (n > 1)
 
 

@@ -174,7 +174,7 @@ def _headline(self:Compared):
     v = overall(self.verdicts)
     if v is None: return ''
     what = 'overall' if ('overall', 'fit') in self.verdicts else 'a sample'
-    if _is_few(v): return f': too few runs to tell ({MIN_RUNS} a side are the least)'
+    if _is_few(v): return f': too few runs to tell (you need at least {MIN_RUNS})'
     if v.verdict == 'unknown': return f': {what}: cannot tell ({signed(v.low)} to {signed(v.high)} time)'
     return f': {what} {percent(v.ratio)}' if v.verdict != 'same' else f": {what}: {v.why.split(';')[0]}"
 

@@ -190,7 +190,7 @@ def _judge(v, family=1):
     "The verdict that the p values allow, in words"
     small = min(v.n, v.n_b) < MIN_RUNS
     limit = f'{v.threshold:.3g}' if v.threshold < .0001 else f'{100*v.threshold:g}%'
-    if small: word,why = 'unknown',f'no verdict from {_runs(v)}: {MIN_RUNS} a side are the least'
+    if small: word,why = 'unknown',f'no verdict from {_runs(v)}: you need at least {MIN_RUNS}'
     elif v.p_same <= v.level: word,why = 'same',f'no difference larger than {limit}'
     elif v.p <= v.level:
         word = 'faster' if v.ratio < 1 else 'slower'
