@@ -18,7 +18,7 @@ __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile',
            'LightningProfiler', 'batch_augment', 'BatchCrop', 'BatchFit', 'BatchFlip', 'BatchAffine', 'BatchColour',
            'BatchErase', 'BatchCutout', 'BatchNormalize', 'BatchMixUp', 'BatchCutMix', 'cached', 'fast_images',
            'choose_decoder', 'PoolDL', 'InputDiagnosis', 'auto_workers', 'fast_augment', 'ProgressiveResize',
-           'to_bench', 'strategy_memory']
+           'to_bench', 'strategy_memory', 'ExchangeCost']
 
 # %% ../nbs/05_all.ipynb #9a69330d
 from .callback.amp import MixedPrecision
@@ -48,6 +48,7 @@ from .compare.runs import compare
 from .compare.doctor import doctor
 from .compare.ladder import LadderTable, ladder
 from .bench.learner import bench_learner
+from .distributed.exchange import ExchangeCost
 from .distributed.memory import strategy_memory
 from .train.muon import muon
 from .train.optimizer import foreach_adam, foreach_adamw, foreach_sgd, fused_adam, fused_adamw, fused_sgd
@@ -113,4 +114,4 @@ _all_ = [
     'profiling_steps', 'learner_run', 'TrainerProfiler', 'LightningProfiler', 'batch_augment', 'BatchCrop',
     'BatchFit', 'BatchFlip', 'BatchAffine', 'BatchColour', 'BatchErase', 'BatchCutout', 'BatchNormalize',
     'BatchMixUp', 'BatchCutMix', 'cached', 'fast_images', 'choose_decoder', 'PoolDL', 'InputDiagnosis',
-    'auto_workers', 'fast_augment', 'ProgressiveResize', 'to_bench', 'strategy_memory']
+    'auto_workers', 'fast_augment', 'ProgressiveResize', 'to_bench', 'strategy_memory', 'ExchangeCost']

@@ -1,5 +1,5 @@
 "What each of several processes does in test_distributed.py: train with every strategy beside one process, decide together, save and load, predict"
-import faulthandler, json, os, signal, sys, traceback, warnings
+import faulthandler, json, os, signal, sys, time, traceback, warnings
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from torch import nn
 
 import fastbench.distributed.learner  # adds distributed
 from fastbench.callback.target import TimeToAccuracy
+from fastbench.distributed.exchange import ExchangeCost
 from fastbench.distributed.memory import held_memory, strategy_memory
+from fastbench.errors import UserError
 from fastbench.machine import group
 from fastbench.train.learner import BenchLearner
 from fastbench.train.muon import muon
@@ -240,6 +242,29 @@ def refused(strategy):
     return res
 
 
+class Slow(Callback):
+    "An exchange that takes a while after the backward pass, at the call of DDP's hook"
+    order = 50
+    def before_batch(self):
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+        if hasattr(self.learn.model, 'register_comm_hook') and not hasattr(self, 'on'):
+            self.on = True
+            self.learn.model.register_comm_hook(None, lambda state, bucket: (time.sleep(.03), allreduce_hook(state, bucket))[1])
+
+
+def exchanged(strategy):
+    "What the exchange costs is measured beside the training, which goes on as if nothing had been measured"
+    res, weights = {}, []
+    for cbs in ([], [Slow(), ExchangeCost(4)]):
+        learn = learner(OPTS['sgd'])
+        with learn.distributed(strategy, cpu=True, tell=lambda o: None):
+            try: fit(learn, 2, cbs=cbs)
+            except UserError as e: return str(e)
+        weights.append(flat(learn.model))
+    cost = cbs[-1]
+    return dict(apart=(weights[0] - weights[1]).abs().max().item(), exposed=cost.exposed, share=cost.share, alone=cost.alone, pairs=cost.pairs, said=str(cost), sync=learn.model.__dict__.get('require_backward_grad_sync'))
+
+
 class Broken(Callback):
     def after_pred(self): raise ValueError('in every process')
 
@@ -259,7 +284,7 @@ def main(folder, *given):
     for strategy in ('ddp', 'fsdp'):
         equal, learns[strategy] = by_all(strategy, ones)
         res[strategy] = dict(equal=equal)
-        if not given: res[strategy] |= dict(decided=decided(strategy, folder), files=files_and_predictions(strategy, folder), refused=refused(strategy))
+        if not given: res[strategy] |= dict(decided=decided(strategy, folder), files=files_and_predictions(strategy, folder), refused=refused(strategy), exchanged=exchanged(strategy))
     res['told'] = {k: os.environ.get(k) for k in NAMES}
     group.leave()
     for k in told: del os.environ[k]

@@ -155,6 +155,14 @@ def test_refusals_are_one_line_and_leave_nothing_behind(two, strategy):
         if strategy == 'fsdp': assert 'Muon needs whole matrices' in o['muon']
 
 
+def test_what_the_exchange_costs_is_seen_beside_the_training(two):
+    "An exchange that takes at least 30 ms, two layers' worth of time after nothing that it could hide behind"
+    a, b = (r['ddp']['exchanged'] for r in two)
+    assert a['apart'] == b['apart'] == 0 and a['pairs'] == b['pairs'] and len(a['pairs']) == 4 and a['sync'] is not False
+    assert .025 < a['exposed'] and .3 < a['share'] <= 1 and a['alone'] > 0 and 'of the passes' in a['said']
+    assert all("with the strategy 'ddp'" in r['fsdp']['exchanged'] for r in two)
+
+
 def test_the_words_of_a_group(two, four):
     for n, ranks in ((2, two), (4, four)):
         for r in ranks: assert r['words'] == [[*range(n)], dict(a=0), [n, sum(range(n))], n - 1, True]
