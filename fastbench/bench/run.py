@@ -199,6 +199,14 @@ def _fit(learn, r, stop):
     with learn.no_bar(), learn.no_logging(): r.fit(learn)
 
 
+# %% ../../nbs/bench/02_run.ipynb #31411007
+def _goal_of(learn):
+    "The target of the recipe, taken off: it ends the fit in an epoch that `Watch` has to see first"
+    goal = next(o for o in learn.cbs if isinstance(o, TimeToAccuracy))
+    learn.remove_cb(goal)
+    goal.tell = noop
+    return goal
+
 # %% ../../nbs/bench/02_run.ipynb #7bd5c354
 def _on_test(learn):
     "Loss and metrics on a set that nothing was chosen by"
@@ -210,13 +218,6 @@ def _at_rest(state, idle):
     "The state before the fit, in which a search for the largest batch was nobody else's work"
     if 'gpu' not in state or 'busy' not in idle.get('gpu', {}): return state
     return {**state, 'gpu': {**state['gpu'], 'busy': idle['gpu']['busy']}}
-
-def _goal_of(learn):
-    "The target of the recipe, taken off: it ends the fit in an epoch that `Watch` has to see first"
-    goal = next(o for o in learn.cbs if isinstance(o, TimeToAccuracy))
-    learn.remove_cb(goal)
-    goal.tell = noop
-    return goal
 
 def _train(learn, r, run, tell, stop, device, energy, idle, every=None):
     watch = _watch_of(learn)(tell, None if every else stop, partial(glance, device))

@@ -34,7 +34,7 @@ class ExchangeCost(Callback):
 
     def before_fit(self):
         self._clear()
-        if world_size() < 2: raise UserError('one process exchanges nothing: start several, `fastbench launch --nproc 2`')
+        if world_size() < 2: raise UserError('one process exchanges nothing: start several (torchrun, fastbench launch)')
         if hasattr(self.learn.model, 'no_sync'): return
         raise UserError("this exchange cannot be left out: it can with the strategy 'ddp', which has it in the backward "
                         'pass alone')
@@ -95,6 +95,7 @@ def share(self:ExchangeCost)->float:
 def __str__(self:ExchangeCost):
     if not self.pairs: return 'nothing measured yet: pass it to a fit in several processes, learn.fit(1, cbs=...)'
     more = sorted(b - a for a,b in self.pairs)
-    return (f'the exchange of gradients adds {seconds(max(0., self.exposed))} ({seconds(max(0., more[0]))} to '
-            f'{seconds(max(0., more[-1]))} in {len(more)} pairs) to the {seconds(median(a for a,_ in self.pairs))} of the passes '
-            f'of a step; alone, weight by weight, it takes {seconds(self.alone)}')
+    mid,least,most = (seconds(max(0., o)) for o in (self.exposed, more[0], more[-1]))
+    return (f'the exchange of gradients adds {mid} ({least} to {most} in {len(more)} pairs) to the '
+            f'{seconds(median(a for a,_ in self.pairs))} of the passes of a step; alone, weight by weight, it takes '
+            f'{seconds(self.alone)}')

@@ -126,8 +126,8 @@ def _apart(sides, most=6):
     each = [work(s.runs[0])[0] for s in sides]
     keys = [k for k in dict.fromkeys(k for o in each for k in o) if k not in _stand_above and not k.startswith('data.')]
     apart = [k for k in keys if len({json.dumps(o.get(k), sort_keys=True, default=str) for o in each}) > 1]
-    def told(o, k): v = o.get(k); return f'{k} ' + ('none' if v is None else v if isinstance(v, str) else json.dumps(v, default=str))
-    return [[told(o, k) for k in apart[:most]] + ['...']*(len(apart) > most) for o in each]
+    def told(k, v): return f'{k} ' + ('none' if v is None else v if isinstance(v, str) else json.dumps(v, default=str))
+    return [[told(k, o.get(k)) for k in apart[:most]] + ['...']*(len(apart) > most) for o in each]
 
 # %% ../../nbs/page/03_sections.ipynb #7a162928
 def _facts(side, metric):
