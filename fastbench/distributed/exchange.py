@@ -34,10 +34,10 @@ class ExchangeCost(Callback):
 
     def before_fit(self):
         self._clear()
-        if world_size() < 2: raise UserError('one process exchanges nothing: start several (torchrun, fastbench launch)')
+        if world_size() < 2: raise UserError('one process exchanges nothing: start several with fastbench launch')
         if hasattr(self.learn.model, 'no_sync'): return
-        raise UserError("this exchange cannot be left out: it can with the strategy 'ddp', which has it in the backward "
-                        'pass alone')
+        raise UserError("this exchange cannot be left out: it can with the strategy 'ddp', which exchanges in the "
+                        'backward pass alone')
 
 # %% ../../nbs/distributed/08_exchange.ipynb #64b4204b
 @patch

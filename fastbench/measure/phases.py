@@ -361,8 +361,8 @@ def _cut_note(profile):
     return n and f'{n} fit(s) ended by an error or an interrupt; what was measured until then is here'
 
 # %% ../../nbs/measure/00_phases.ipynb #4602a347
-_notes = (_precision_note, _warm_note, _token_note, _memory_note, _efficiency_note, _loader_note, _kernel_note, _energy_note,
-          _cut_note)
+_notes = (_precision_note, _warm_note, _token_note, _memory_note, _efficiency_note, _loader_note, _kernel_note,
+          _energy_note, _cut_note)
 
 def notes(profile:Profile # What was measured
     )->list: # A line each
