@@ -3429,6 +3429,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fastbench/measure/table.py'),
                                          'fastbench.measure.table.Table.to_markdown': ( 'measure/table.html#table.to_markdown',
                                                                                         'fastbench/measure/table.py'),
+                                         'fastbench.measure.table._display': ('measure/table.html#_display', 'fastbench/measure/table.py'),
                                          'fastbench.measure.table._rest': ('measure/table.html#_rest', 'fastbench/measure/table.py'),
                                          'fastbench.measure.table._style': ('measure/table.html#_style', 'fastbench/measure/table.py'),
                                          'fastbench.measure.table._td': ('measure/table.html#_td', 'fastbench/measure/table.py'),

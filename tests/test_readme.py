@@ -84,7 +84,7 @@ def test_a_notebook_of_the_readme_runs_in_the_kernel_of_this_environment():
     said = []
     def heard(m): said.append(m['content'])
     code = "import sys; print(sys.prefix); from fastbench.all import *; learn = bench_learner('digits-xresnet18', batches=2, epochs=1, device='cpu').profile(); " \
-           "exec('with learn.no_bar(), learn.no_logging(): learn.fit(1)'); learn.profiler"
+           "exec('with learn.no_bar(), learn.no_logging(): learn.fit(1)'); learn.profiler.show(compact=True)"
     try: got = client.execute_interactive(code, timeout=120, output_hook=heard)
     finally:
         client.stop_channels()

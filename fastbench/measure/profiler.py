@@ -302,7 +302,7 @@ def verdict(self:Profiler): # None where no step was measured
 @patch
 def show(self:Profiler, compact:bool=False # Rows below 1% of the fit folded into one of each phase
     ):
-    "Print the table: styled in a terminal, plain when piped"
+    "Print the table: with bars in a notebook, styled in a terminal, plain when piped"
     show_table(self.table, compact)
 
 @patch

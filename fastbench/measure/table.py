@@ -11,6 +11,7 @@ from copy import copy
 from html import escape
 
 from fastcore.basics import patch
+from fastcore.imports import in_notebook
 
 from .bound import verdict
 from .palette import stacked_steps
@@ -181,11 +182,16 @@ def compact(self:Table, least:float=.01 # Share of the fit
     return res
 
 # %% ../../nbs/measure/03_table.ipynb #32b25d4a
+def _display(table):
+    from IPython.display import display
+    display(table)
+
 def show(table:Table, # What to print
          compact:bool=False # Rows below 1% of the fit folded into one of each phase
     ):
-    "Print `table`: styled in a terminal, plain text when piped"
+    "Print `table`: with bars in a notebook, styled in a terminal, plain text when piped"
     if compact: table = table.compact()
+    if in_notebook(): return _display(table)
     import sys
     if not sys.stdout.isatty(): return print(table)
     from rich.console import Console
