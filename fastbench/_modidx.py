@@ -785,6 +785,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'fastbench/command/terminal.py'),
                                             'fastbench.command.terminal._Lines.__init__': ( 'command/terminal.html#_lines.__init__',
                                                                                             'fastbench/command/terminal.py'),
+                                            'fastbench.command.terminal._as_typed': ( 'command/terminal.html#_as_typed',
+                                                                                      'fastbench/command/terminal.py'),
                                             'fastbench.command.terminal._losses': ( 'command/terminal.html#_losses',
                                                                                     'fastbench/command/terminal.py'),
                                             'fastbench.command.terminal._root': ( 'command/terminal.html#_root',

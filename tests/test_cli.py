@@ -381,3 +381,8 @@ def test_ctrl_c_in_a_terminal(tmp_path):
 def test_a_value_of_set(said, value):
     from fastbench.command.options import field
     assert field(f'x={said}') == ('x', value)
+
+
+def test_a_refusal_is_in_the_words_of_the_command(tmp_path):
+    got = subprocess.run([sys.executable, '-m', 'fastbench', 'run', 'digits-xresnet18', '--set', 'precision=fp16', '--device', 'cpu', '--out', str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert got.returncode == 2 and '--set precision=fp32' in got.stderr and "precision='" not in got.stderr

@@ -7,7 +7,7 @@ __all__ = ['app', 'names_like', 'kept_like', 'say', 'progress', 'summary', 'full
            'print_table', 'how_long', 'complain', 'Job', 'run_all', 'near', 'print_runs']
 
 # %% ../../nbs/command/01_terminal.ipynb #e7f5b814
-import json, os, sys
+import json, os, re, sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -16,7 +16,7 @@ import typer
 
 from .. import __version__
 from ..errors import UserError
-from ..recipe import as_dict, published, recipes, suites, typical_seconds
+from ..recipe import as_dict, kinds, published, recipes, suites, typical_seconds
 from ..runs.store import FOLDER, NotKept, files
 
 # %% ../../nbs/command/01_terminal.ipynb #ac3b16bb
@@ -159,12 +159,18 @@ def how_long(recipe, # What will run
     return f', about {seconds(typical)} on two cores' if typical else ''
 
 # %% ../../nbs/command/01_terminal.ipynb #c84ec25a
+def _as_typed(text):
+    "`precision='bf16'` as the command line takes it: `--set precision=bf16`"
+    fields = {k for o in kinds().values() for k in o.__dataclass_fields__}
+    def typed(m): return f'--set {m[1]}={m[2]}' if m[1] in fields else m[0]
+    return re.sub(r"\b([a-z_]+)='([^' ]+)'", typed, text)
+
 def complain(e): # e: the error
     "One line for a mistake; the exit code that goes with it"
     from fastbench.machine.download import DataUnavailable
     from fastbench.bench.launch import CannotStart
     from fastbench.compare.sides import NotComparable
-    say(f"fastbench: {' '.join(str(e).split())}")
+    say(f"fastbench: {' '.join(_as_typed(str(e)).split())}")
     return 3 if isinstance(e, NotComparable) else 4 if isinstance(e, (DataUnavailable, NotKept, CannotStart)) else 2
 
 # %% ../../nbs/command/01_terminal.ipynb #f7e7614e
