@@ -231,6 +231,53 @@ def test_what_is_meant():
     assert not differences(side(), side(1, data=dict(name='photos', version='9', fingerprint='x')), on=['data'])[0]
 
 
+# What an epoch costs
+
+def reached(runs, scale=1.):
+    for o in runs: o.goal = dict(target=.9, reached=.91, seconds=5*o.seconds*scale, total_seconds=6*o.seconds*scale, epochs=6, best=.91)
+    return runs
+
+
+def test_the_price_of_an_epoch():
+    "Half the time at three times the price of an hour: half as much again"
+    a, b = side(epochs=4), side(1, scale=1, phases={k: v/2 for k,v in PHASES.items()}, epochs=4)
+    c = compare(a, b, price=(.36, 1.08))
+    p = c.price['epoch']
+    assert c.price['per_hour'] == [.36, 1.08] and c.price['target'] is None and p['verdict'] == 'more expensive' and p['low'] < 1.5 < p['high']
+    assert p['a'] == pytest.approx(sum(o.seconds for o in a)/10/4/3600*.36) and p['ratio'] == pytest.approx(3*row(c, 'overall', 'fit')['ratio'])
+    assert re.search(r'^an epoch costs 0\.0000[0-9]+ on A and 0\.000[0-9]+ on B \(0\.36 and 1\.08 an hour\): 5[0-9.]+% more expensive on B \(\+4', str(c), re.M), str(c)
+    assert json.loads(c.to_json())['price'] == json.loads(json.dumps(c.price))
+    d = compare(b, a, price=(1.08, .36))
+    assert d.price['epoch']['verdict'] == 'cheaper' and re.search(r'\): 3[0-9.]+% cheaper on B \(-3', str(d))
+    assert compare(a, b).price is None and json.loads(compare(a, b).to_json())['price'] is None and 'costs' not in str(compare(a, b))
+
+
+def test_the_price_says_no_more_than_its_verdict():
+    c = compare(side(spread=.2), side(1, spread=.2), price=(1, 1))
+    assert c.price['epoch']['verdict'] == 'unknown' and re.search(r'an hour\): cannot tell \(-[0-9.]+% to \+[0-9.]+%\)$', str(c), re.M)
+    assert 'an hour): no difference larger than 20%' in str(compare(side(), side(1), price=(1, 1), threshold=.2))
+    few = compare(side(n=2), side(1, n=2), price=(1, 2))
+    assert re.search(r'\(1\.00 and 2\.00 an hour\): too few runs to tell$', str(few), re.M)
+    assert 'more than 10x as expensive on B' in str(compare(side(), side(1), price=(.1, 9)))
+
+
+def test_the_price_to_the_target():
+    a, b = reached(side()), reached(side(1), 2.)
+    c = compare(a, b, price=(1, 1))
+    assert c.price['target']['verdict'] == 'more expensive' and c.price['target']['a'] == pytest.approx(6*c.price['epoch']['a']*a[0].recipe['epochs']) and 'to an accuracy of 0.9 it costs' in str(c)
+    b[3].goal['reached'] = None
+    d = compare(a, b, price=(1, 1))
+    assert d.price['target'] is None and 'to an accuracy of' not in str(d)
+    c = compare(a, side(1, epochs=9), price=(1, 1), on='epochs')
+    assert c.price is None and 'what an epoch costs is not compared' in str(c)
+
+
+@pytest.mark.parametrize('price', [(1,), (1, 2, 3), (0, 1), (1, -2), (1, math.inf), ('x', 1), 3, (True, 1)])
+def test_what_is_no_price(price):
+    with pytest.raises(UserError, match='cannot be: two prices') as e: compare(side(), side(1), price=price)
+    assert '\n' not in str(e.value)
+
+
 # Formats
 
 EVIL = '<script>alert(1)</script>|\n"\'&${x}$'
@@ -313,6 +360,16 @@ def test_formats_of_the_command(kept, monkeypatch, capsys):
     assert '| overall | fit |' in command(monkeypatch, capsys, 'compare', 'a', 'slow', '--markdown')[1]
     assert 'not in pairs' in command(monkeypatch, capsys, 'compare', 'a', 'slow', '--not-paired')[1]
     assert 'beyond 20%' in command(monkeypatch, capsys, 'compare', 'a', 'slow', '--threshold', '20%')[1]
+    d = json.loads(command(monkeypatch, capsys, 'compare', 'a', 'slow', '--price', 'B=2.5, A=1', '--json')[1])
+    assert d['price']['per_hour'] == [1, 2.5]
+    assert 'an epoch costs' in command(monkeypatch, capsys, 'compare', 'a', 'slow', '--price', 'A=1,B=2.5')[1]
+
+
+@pytest.mark.parametrize('price', ['1,2', '1', 'A=1', 'A=1,B=', 'A=1,B=x', 'A=0,35,B=1,10', 'A=1,A=2', 'A=0,B=1', 'A=1,B=-1', 'A=1,B=nan', 'A=1,B=2,C=3', ''])
+def test_a_price_that_could_be_mistaken_is_refused_in_a_line(kept, monkeypatch, capsys, price):
+    monkeypatch.chdir(kept)
+    got,out,err = command(monkeypatch, capsys, 'compare', 'a', 'slow', '--price', price)
+    assert got == 2 and not out and 'write A=0.35,B=1.10' in err and err.count('\n') == 1, err
 
 
 def test_for_real_in_a_process_of_its_own(kept):

@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from ..runs.store import FOLDER
-from .options import Anyway, FailAbove, Json, Markdown, On, Out, Threshold, argument, option, share
+from .options import Anyway, FailAbove, Json, Markdown, On, Out, Price, Threshold, argument, option, share
 from .terminal import app, kept_like, print_json, print_table, say
 
 # %% ../../nbs/command/04_compare.ipynb #aedd22d8
@@ -24,6 +24,7 @@ def compare(
     anyway:Anyway=False,
     threshold:Threshold=None,
     fail_above:FailAbove=None,
+    price:Price=None,
     paired:option(bool, 'Runs of A and B are pairs.', '--paired/--not-paired', show_default='if they took turns')=None,
     out:Out=Path(FOLDER),
     markdown:Markdown=False,
@@ -31,7 +32,7 @@ def compare(
 ):
     "Say which of two sides of kept Runs is faster, phase by phase."
     from fastbench.compare.runs import NotComparable, compare
-    how = dict(anyway=anyway, paired=paired, on=on or (), folder=out)
+    how = dict(anyway=anyway, paired=paired, on=on or (), folder=out, price=price)
     try: c = compare(a, b, threshold=.01 if threshold is None else threshold, **how)
     except NotComparable as e:
         if as_json: print_json(dict(error=str(e), differences=e.differences))

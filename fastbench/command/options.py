@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['Out', 'Json', 'ShowOutput', 'CheckpointInterval', 'Resume', 'Markdown', 'Offline', 'Anyway', 'Device', 'Nproc',
-           'Strategy', 'AtPrecision', 'On', 'Threshold', 'FailAbove', 'Valid', 'TextCol', 'LabelCol', 'Precision',
-           'samples', 'share', 'given', 'field', 'held_out', 'argument', 'option', 'flag', 'placed']
+           'Strategy', 'AtPrecision', 'On', 'Threshold', 'Price', 'FailAbove', 'Valid', 'TextCol', 'LabelCol',
+           'Precision', 'samples', 'share', 'prices', 'given', 'field', 'held_out', 'argument', 'option', 'flag',
+           'placed']
 
 # %% ../../nbs/command/00_options.ipynb #0b7e0003
 import shlex, sys
@@ -44,6 +45,14 @@ def share(text): # text: what was typed
     except ValueError: x = -1.
     if not 0 <= x < 1: raise typer.BadParameter(f'{text!r} is no share: write 5% or .05')
     return x
+
+def prices(text): # text: what was typed
+    "`A=0.35,B=1.10` as the prices of an hour of A and of B"
+    try: each = [(k.strip(), float(v)) for k,v in (o.split('=') for o in str(text).split(','))]
+    except ValueError: each = []
+    if sorted(k for k,_ in each) == ['A', 'B'] and all(0 < v < float('inf') for _,v in each):
+        return tuple(dict(each)[k] for k in 'AB')
+    raise typer.BadParameter(f'{text!r} is no price an hour of each side, both above zero: write A=0.35,B=1.10')
 
 def given(changes): # changes: option -> value
     "Only what was given"
@@ -102,6 +111,8 @@ AtPrecision = option(Precision, "Precision instead of the recipe's.")
 On = option(list[str], 'What is meant to differ, such as precision; may be repeated.', '--on', metavar='FIELD')
 Threshold = option(share, 'A difference up to this does not matter.', parser=share, metavar='SHARE', show_default='1%')
 _fail_above = 'Exit 1 if B is shown to be slower by more than this, in any phase of 1% of the fit or more.'
+_price = 'What an hour of each side costs, in any currency: says what an epoch costs, and the way to a target.'
+Price = option(prices, _price, parser=prices, metavar='A=PRICE,B=PRICE')
 FailAbove = option(share, _fail_above, parser=share, metavar='SHARE')
 _valid = 'Of data of your own: what is for validation, a share (20%), a column or folder in them, or a path.'
 Valid = option(str, _valid, metavar='SHARE|NAME|PATH', show_default='as the data tell, else 20%')

@@ -15,6 +15,7 @@ from fastcore.basics import patch
 from ..measure.phases import middle
 from ..errors import UserError
 from ..runs.record import when
+from .price import check_price, cost_lines, costs
 from .sides import NotComparable, differences, is_intended, load_side, run_values, said, shared_keys
 from ..runs.store import FOLDER
 from ..measure.table import Table, rate, seconds
@@ -152,6 +153,7 @@ class Compared(Table):
                  on=(), # Fields that are meant to differ
                  least=.001, # A share of the fit
                  level=.05, # Chance of an error
+                 price=None, # Of an hour of A, of an hour of B
         ):
         self.a,self.b,self.threshold,self.on,self.level = a,b,threshold,list(on),level
         self.columns = [(k, h.replace('95', f'{100*(1-level):.4g}'), f) for k,h,f in self.columns]
@@ -163,9 +165,10 @@ class Compared(Table):
         self.work = [d for d in self.meant + self.differences if d['field'] in AMOUNT]
         self.rows,self.verdicts,some,tiny = _compare_rows(na, nb, least, self.paired, threshold, level, not self.work)
         self.accuracy = accuracies(na, nb, self.paired)
+        self.price = self._priced(na, nb, price)
         self.title = f'{_name(nb)} (B) against {_name(na)} (A){self._headline()}'
         self.notes = [*self._about(na, nb), *self._not_compared(least, some, tiny), *left, *self._quality(),
-                      *self._where(), *self._trouble()]
+                      *self._cost(price), *self._where(), *self._trouble()]
 
 # %% ../../nbs/compare/03_runs.ipynb #977cb5c5
 @patch
@@ -195,7 +198,7 @@ def slower_than(self:Compared, limit, # A share: .05 is 5%
 
 # %% ../../nbs/compare/03_runs.ipynb #0b455430
 _said = dict(unknown='cannot tell', same='no difference') # What a person reads
-_in_json = 'paired threshold level on accuracy faster_but_worse differences environment meant'.split()
+_in_json = 'paired threshold level on accuracy faster_but_worse price differences environment meant'.split()
 
 def _interval_of(r): return '' if r['low'] is None else f"{signed(r['low'])} to {signed(r['high'])}"
 
@@ -265,6 +268,21 @@ def _quality(self:Compared):
         yield (f'FASTER BUT LESS ACCURATE: {worse.upper()} is faster, and its accuracy fell outside the interval of '
                'no difference')
 
+# %% ../../nbs/compare/03_runs.ipynb #14dae544
+@patch
+def _priced(self:Compared, a, b, price):
+    "What the sides cost; None where nobody asked, or where they did other amounts of work"
+    if price is None: return None
+    check_price(price)
+    return None if self.work else costs(a, b, price, paired=self.paired, threshold=self.threshold, level=self.level)
+
+@patch
+def _cost(self:Compared, price):
+    "What an epoch costs"
+    if self.price: yield from cost_lines(self.price)
+    elif price is not None:
+        yield 'what an epoch costs is not compared: the sides did not do the same amount of work'
+
 # %% ../../nbs/compare/03_runs.ipynb #5bb232a7
 def _seeds(side): return sorted({(o.seed if o.seed is not None else o.recipe.get('seed')) for o in side} - {None})
 
@@ -295,10 +313,12 @@ def compare(a, # `Run`s, a folder, a file, an id, the beginning of ids; or a lis
             on=(), # Fields that are meant to differ: 'precision', 'bs', 'data.version', 'variables.OMP_NUM_THREADS'
             folder=FOLDER, # Where ids are looked up
             least:float=.001, # Phases below this share of the fit stay out
+            price=None, # Of an hour of A, of an hour of B: (0.35, 1.10) says what an epoch costs
     )->Compared: # rows, notes, accuracy; raises `NotComparable`
     "Is `b` faster than `a`, and where?"
     (ra,na),(rb,nb) = load_side(a, folder),load_side(b, folder)
-    res = Compared(ra, rb, anyway, threshold, paired, [on] if isinstance(on, str) else list(on), least)
+    on = [on] if isinstance(on, str) else list(on)
+    res = Compared(ra, rb, anyway, threshold, paired, on, least, price=price)
     res.notes += na+nb
     return res
 
