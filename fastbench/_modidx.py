@@ -5634,5 +5634,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fastbench/vision/sources.py'),
                                           'fastbench.vision.sources.scan_folders': ( 'vision/sources.html#scan_folders',
                                                                                      'fastbench/vision/sources.py'),
+                                          'fastbench.vision.sources.source_folder': ( 'vision/sources.html#source_folder',
+                                                                                      'fastbench/vision/sources.py'),
                                           'fastbench.vision.sources.split_each': ( 'vision/sources.html#split_each',
                                                                                    'fastbench/vision/sources.py')}}}

@@ -10,11 +10,11 @@ __all__ = ['MixedPrecision', 'ChannelsLast', 'GradientCheckpointing', 'Compile',
            'kinds', 'Ladder', 'Recipe', 'Rung', 'UserError', 'but', 'get_ladder', 'get_recipe', 'ladders', 'recipes',
            'register', 'register_ladder', 'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs',
            'steps', 'export', 'save', 'Table', 'BenchLearner', 'augmented', 'vision_dls', 'timm_learner',
-           'xresnet_learner', 'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls',
-           'hf_learner', 'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer',
-           'train_tokenizer', 'hf_splitter', 'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare',
-           'compare_times', 'compare_pairs', 'time_pairs', 'doctor', 'report', 'suite', 'Energy', 'LogPhases',
-           'CheckpointEvery', 'export_weights', 'profiling_steps', 'learner_run', 'TrainerProfiler',
+           'xresnet_learner', 'torchvision_learner', 'small_learner', 'small_net', 'source_folder', 'HFTextBlock',
+           'hf_dls', 'hf_learner', 'load_hf_learner', 'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source',
+           'source_tokenizer', 'train_tokenizer', 'hf_splitter', 'layer_decay', 'layer_groups', 'task_dls', 'ab',
+           'compare', 'compare_times', 'compare_pairs', 'time_pairs', 'doctor', 'report', 'suite', 'Energy',
+           'LogPhases', 'CheckpointEvery', 'export_weights', 'profiling_steps', 'learner_run', 'TrainerProfiler',
            'LightningProfiler', 'batch_augment', 'BatchCrop', 'BatchFit', 'BatchFlip', 'BatchAffine', 'BatchColour',
            'BatchErase', 'BatchCutout', 'BatchNormalize', 'BatchMixUp', 'BatchCutMix', 'cached', 'fast_images',
            'choose_decoder', 'PoolDL', 'InputDiagnosis', 'auto_workers', 'fast_augment', 'ProgressiveResize',
@@ -97,6 +97,7 @@ from .vision.kinds import Small, Timm, Torchvision, XResNet
 from .vision.learner import timm_learner, xresnet_learner
 from .vision.resnet import torchvision_learner
 from .vision.small import small_learner, small_net
+from .vision.sources import source_folder
 
 # %% ../nbs/05_all.ipynb #7abfea7c
 _all_ = [
@@ -107,7 +108,8 @@ _all_ = [
     'kinds', 'Ladder', 'Recipe', 'Rung', 'UserError', 'but', 'get_ladder', 'get_recipe', 'ladders', 'recipes',
     'register', 'register_ladder', 'register_suite', 'suites', 'Run', 'run_recipe', 'find', 'load', 'runs', 'steps',
     'export', 'save', 'Table', 'BenchLearner', 'augmented', 'vision_dls', 'timm_learner', 'xresnet_learner',
-    'torchvision_learner', 'small_learner', 'small_net', 'HFTextBlock', 'hf_dls', 'hf_learner', 'load_hf_learner',
+    'torchvision_learner', 'small_learner', 'small_net', 'source_folder', 'HFTextBlock', 'hf_dls', 'hf_learner',
+    'load_hf_learner',
     'TextDL', 'lm_dls', 'rnn_learner', 'load_text_source', 'source_tokenizer', 'train_tokenizer', 'hf_splitter',
     'layer_decay', 'layer_groups', 'task_dls', 'ab', 'compare', 'compare_times', 'compare_pairs', 'time_pairs',
     'doctor', 'report', 'suite', 'Energy', 'LogPhases', 'CheckpointEvery', 'export_weights',

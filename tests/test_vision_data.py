@@ -360,3 +360,14 @@ def test_the_statistics_of_a_source_are_those_of_its_images(small_photos):
     for data,kwargs in ('digits', {}), ('photos', dict(size=64, min_scale=1., flip=0.)):
         x = torch.cat([x for x,_ in vision_dls(data, bs=20, workers=0, device='cpu', **kwargs).train])
         assert x.mean((0,2,3)).abs().max() < .2 and (x.std((0,2,3))-1).abs().max() < .15, data
+
+
+def test_the_folder_of_a_source_is_one_that_fastai_reads(small_photos, monkeypatch, tmp_path):
+    from fastai.vision.all import ImageDataLoaders
+    from fastbench.all import source_folder
+    folder = source_folder('photos')
+    assert folder == small_photos and len(ImageDataLoaders.from_folder(folder, valid_pct=.2, num_workers=0).vocab) == 10
+    for name, why in (('digits', 'digits is an array.*photos'), ('photo', "unknown data source 'photo'"), (str(tmp_path), 'is a path already')):
+        with pytest.raises(UserError, match=why) as e: source_folder(name)
+        assert '\n' not in str(e.value)
+    with pytest.raises(DataUnavailable): source_folder('cifar10', offline=True)

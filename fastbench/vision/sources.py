@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['sources', 'shapes', 'Source', 'Item', 'ImageSet', 'find_source', 'split_each', 'load_digits_set', 'draw_photo',
-           'make_photos', 'load_photos_set', 'scan_folders', 'load_fetched_set', 'load_own_set', 'load_source']
+           'make_photos', 'load_photos_set', 'scan_folders', 'load_fetched_set', 'load_own_set', 'load_source',
+           'source_folder']
 
 # %% ../../nbs/vision/01_sources.ipynb #8627d302
 import hashlib, json, math, sys, warnings
@@ -300,3 +301,13 @@ def load_source(name:str, # A source, `imagenette` (picks its archive by `size`)
         warnings.warn(f'data={name!r}: {instead}. Why: {why}', stacklevel=2)
     res.info = _described(res, name, want.name if why else None) | res.info
     return res
+
+# %% ../../nbs/vision/01_sources.ipynb #1995e883
+def source_folder(name:str='photos', # A source of files: photos, imagenette-160, cifar10, ...
+                  offline=False, # Never open a socket
+    )->Path: # Below it a folder for each class
+    "The folder that holds the images of a source, for `ImageDataLoaders.from_folder`"
+    if is_path(name): raise UserError(f'{name} is a path already: give it to ImageDataLoaders.from_folder')
+    first = load_source(name, offline=offline).train[0].x
+    if not isinstance(first, Path): raise UserError(f'{name} is an array, no folder of files: photos is one')
+    return first.parents[2]
