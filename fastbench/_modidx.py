@@ -724,6 +724,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastbench.command.keep._section': ('command/keep.html#_section', 'fastbench/command/keep.py'),
                                         'fastbench.command.keep._show_fields': ( 'command/keep.html#_show_fields',
                                                                                  'fastbench/command/keep.py'),
+                                        'fastbench.command.keep._show_suite': ( 'command/keep.html#_show_suite',
+                                                                                'fastbench/command/keep.py'),
                                         'fastbench.command.keep._some': ('command/keep.html#_some', 'fastbench/command/keep.py'),
                                         'fastbench.command.keep._suites': ('command/keep.html#_suites', 'fastbench/command/keep.py'),
                                         'fastbench.command.keep._tell': ('command/keep.html#_tell', 'fastbench/command/keep.py'),

@@ -94,3 +94,14 @@ def test_as_python(monkeypatch, tmp_path):
         with pytest.raises(UserError, match='nothing of suite mine could be run: not here'): suite('mine', tmp_path)
     finally:
         for d in (_suites, _variants): del d['mine']
+
+
+@pytest.mark.parametrize('name, said', [('colab', r'imagenette-xresnet18 +fp16 +97.38 s'), ('quick', r'digits-xresnet18 +\S'), ('dawn', r'resnet9 +79 s'), ('fp16', r'cifar100-resnet18 +\S')])
+def test_show_of_a_suite_is_what_was_published(name, said):
+    import re
+    from typer.testing import CliRunner
+    from fastbench.cli import app
+    got = CliRunner().invoke(app, ['show', name])
+    assert got.exit_code == 0 and re.search(said, got.output), (got.output, got.exception)
+    d = json.loads(CliRunner().invoke(app, ['show', name, '--json']).output)
+    assert d['suite'] == name and len(d['recipes']) > 2 and d['rows'] == json.loads(json.dumps(d['rows']))

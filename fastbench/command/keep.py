@@ -19,7 +19,7 @@ from ..recipe import ALWAYS_THERE, as_dict, get_ladder, get_recipe, ladders, rec
 from ..runs.record import plain
 from ..runs.store import FOLDER, find
 from .options import Json, Out, argument, flag, given, option
-from .terminal import app, full, kept_like, print_json, print_run, summary
+from .terminal import app, full, kept_like, print_json, print_run, print_table, summary
 
 # %% ../../nbs/command/03_keep.ipynb #960a111d
 class Kind(str, Enum):
@@ -131,12 +131,23 @@ def _show_fields(recipe, as_json):
     if as_json: print_json(rows)
     else: _section(recipe.name, [(o['field'], repr(o['value']), f"{o['about']} ({o['may_be']})") for o in rows])
 
+# %% ../../nbs/command/03_keep.ipynb #65d06b58
+def _show_suite(name, as_json):
+    "What a suite holds, and what was published of it"
+    from fastbench.compare.suite import suite_table
+    table,held = suite_table(name, []),suites()[name]
+    if as_json: return print_json(dict(suite=name, recipes=list(held), rows=json.loads(table.to_json())['rows']))
+    _section(f'Recipes of {name}', [(o, get_recipe(o).about) for o in held])
+    if table.rows: print_table(table)
+
 # %% ../../nbs/command/03_keep.ipynb #8a168113
 @app.command()
-def show(name:argument(str, "A Run's file, its id, the beginning of it, `last`; a recipe; FILE.py.", metavar='RUN',
+def show(name:argument(str, "A Run's file, its id, the beginning of it, `last`; a recipe or suite; FILE.py.",
+                       metavar='RUN',
                        autocompletion=kept_like)='last',
          out:Out=Path(FOLDER), as_json:Json=False):
-    "Show a Run: where its time went, how it ended. Of a recipe, or of FILE.py, its fields."
+    "Show a Run: where its time went, how it ended. Of a recipe or FILE.py its fields, of a suite what was published."
+    if name in suites(): return _show_suite(name, as_json)
     if name in recipes() or is_own(name): return _show_fields(get_recipe(name), as_json)
     r = find(name, out)
     if as_json: print_json(full(r))
