@@ -11,7 +11,8 @@ from pathlib import Path
 import typer
 
 from ..runs.store import FOLDER
-from .options import Anyway, FailAbove, Json, Markdown, On, Out, Price, Threshold, argument, option, share
+from .options import (Anyway, FailAbove, Json, Markdown, On, Out, Price, Threshold, argument, option,
+                                       share)
 from .terminal import app, kept_like, print_json, print_table, say
 
 # %% ../../nbs/command/04_compare.ipynb #aedd22d8
