@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Out', 'Json', 'ShowOutput', 'CheckpointInterval', 'Resume', 'Markdown', 'Offline', 'Anyway', 'Device', 'Nproc',
            'Strategy', 'AtPrecision', 'On', 'Threshold', 'Price', 'FailAbove', 'Valid', 'TextCol', 'LabelCol',
-           'Precision', 'samples', 'share', 'prices', 'given', 'field', 'held_out', 'argument', 'option', 'flag',
+           'Precision', 'samples', 'share', 'given', 'field', 'prices', 'held_out', 'argument', 'option', 'flag',
            'placed']
 
 # %% ../../nbs/command/00_options.ipynb #0b7e0003
@@ -46,14 +46,6 @@ def share(text): # text: what was typed
     if not 0 <= x < 1: raise typer.BadParameter(f'{text!r} is no share: write 5% or .05')
     return x
 
-def prices(text): # text: what was typed
-    "`A=0.35,B=1.10` as the prices of an hour of A and of B"
-    try: each = [(k.strip(), float(v)) for k,v in (o.split('=') for o in str(text).split(','))]
-    except ValueError: each = []
-    if sorted(k for k,_ in each) == ['A', 'B'] and all(0 < v < float('inf') for _,v in each):
-        return tuple(dict(each)[k] for k in 'AB')
-    raise typer.BadParameter(f'{text!r} is no price an hour of each side, both above zero: write A=0.35,B=1.10')
-
 def given(changes): # changes: option -> value
     "Only what was given"
     return {k: v for k,v in changes.items() if v is not None}
@@ -67,6 +59,15 @@ def field(text): # text: what follows --set
                         "(fastbench show RECIPE lists the fields)")
     try: return name.strip(),literal_eval({'true': 'True', 'false': 'False'}.get(value, value))
     except (ValueError, SyntaxError): return name.strip(),value
+
+# %% ../../nbs/command/00_options.ipynb #a78686dc
+def prices(text): # text: what was typed
+    "`A=0.35,B=1.10` as the prices of an hour of A and of B"
+    try: each = [(k.strip(), float(v)) for k,v in (o.split('=') for o in str(text).split(','))]
+    except ValueError: each = []
+    if sorted(k for k,_ in each) == ['A', 'B'] and all(0 < v < float('inf') for _,v in each):
+        return tuple(dict(each)[k] for k in 'AB')
+    raise typer.BadParameter(f'{text!r} is no price an hour of each side, both above zero: write A=0.35,B=1.10')
 
 # %% ../../nbs/command/00_options.ipynb #b63b496f
 def held_out(text): # text: what was typed, or None
