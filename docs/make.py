@@ -199,7 +199,7 @@ def make(out=ROOT/'site', work=ROOT/'build'/'docs', root=ROOT):
     write(work/'pages', {**site.texts, **site.pictures[False], **{f'theme/{o.name}': o.read_bytes() for o in (HERE/'theme').iterdir()}})
     write(work, {'zensical.toml': settings(site.nav)})
     render(work)
-    rank(work/'site'/'search.json')
+    rank(work/'site', site.names.users)
     write(work/'site', {**site.twins, **site.pictures[True], 'llms.txt': site.llms})
     from links import dead
     broken = dead(work/'site')

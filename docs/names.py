@@ -126,6 +126,12 @@ class Names:
         mod = getattr(getattr(import_module('fastbench.all'), name), '__module__', '').removeprefix('fastbench.')
         return (mod, name) if (mod, name) in self.public else next(((m, name) for m in self.short.get(name, ()) if group_of(m) != 'cli'), None)
 
+    @cached_property
+    def users(self):
+        "Name -> where it is shown, of all that `from fastbench.all import *` brings, fastai's Learner with its new methods among them"
+        homes = {o: self.home_of(o) for o in self.reexports}
+        return {o: f"{self.public[h].page.removesuffix('.md')}.html#{o}" for o, h in homes.items() if h} | dict(Learner='')
+
     # Places
 
     def link(self, page, to, anchor=''):

@@ -223,15 +223,15 @@ OPEN = 'Element.prototype.attachShadow = (f => function(o) { return f.call(this,
 
 @pytest.fixture
 def search(url, browser):
-    "search(text, on page) -> page with the results of `text`, and the first of them"
+    "search(text, on page, at base) -> page with the results of `text`, and the first of them"
     contexts = []
 
-    def _search(text, page='index.html'):
+    def _search(text, page='index.html', base=url):
         contexts.append(browser.new_context(viewport=dict(width=1280, height=900)))
         contexts[-1].add_init_script(OPEN)
         contexts[-1].set_default_timeout(15_000)
         p = contexts[-1].new_page()
-        p.goto(url + page, wait_until='networkidle')
+        p.goto(base + page, wait_until='networkidle')
         p.locator('.md-search__button').first.focus()
         p.keyboard.press('Enter')
         p.locator('input:visible:not([type=radio])').last.fill(text)
@@ -254,13 +254,47 @@ def test_search_finds_a_name_and_lands_on_it(search, url, name, place, first):
     page.wait_for_function(f'(() => {{ const y = document.getElementById({place.split("#")[1]!r}).getBoundingClientRect().top; return y >= 0 && y < innerHeight }})()')
 
 
+def test_search_works_in_pages_opened_as_files(search, site):
+    base = site.as_uri() + '/'
+    page, found = search('compare_times', 'tutorials/index.html', base)
+    place = 'reference/compare.verdict.html#compare_times'
+    assert re.sub(r'\?[^#]*', '', found.first.evaluate('o => o.href')) == base + place
+    page.keyboard.press('Enter')
+    page.wait_for_url(re.compile('verdict.html.*#compare_times$'))
+    assert page.evaluate('typeof __index') == 'object'
+
+
 def test_search_ranks_names(docs):
-    def item(where, title, text): return dict(location=where, title=title, text=text)
+    def item(where, title, text='x'): return dict(location=where, title=title, text=text)
     said = '<p>source</p> <pre><code>{}\n</code></pre>'
-    page, method, cls = item('tutorials/a.html', 'Run', 'x'), item('reference/a.html#Run.save', '<code>Run.save</code>', said.format('Run.save()')), item('reference/a.html#Run', '<code>Run</code>', said.format('class Run(x)'))
-    command = item('reference/command.a.html#run', '<code>run</code>', 'x')
-    got = docs('search').ranked([page, method, command, cls])
-    assert [o['location'] for o in got] == ['reference/a.html#Run', 'reference/a.html#Run.save', 'tutorials/a.html'] and got[0]['text'] == '<pre><code>Run(x)\n</code></pre>'
+    page, method, cls = item('tutorials/a.html', 'Run'), item('reference/a.html#Run.save', '<code>Run.save</code>', said.format('Run.save()')), item('reference/a.html#Run', '<code>Run</code>', said.format('class Run(x)'))
+    command, other, room, part = item('reference/command.a.html#run', '<code>run</code>'), item('reference/b.html#Run', '<code>Run</code>'), item('reference/a.html', 'Runs'), item('reference/a.html#in-use', 'In use')
+    got = docs('search').ranked([room, part, other, page, method, command, cls], dict(Run='reference/a.html#Run'))
+    assert [o['location'] for o in got] == ['reference/a.html#Run', 'reference/b.html#Run', 'reference/a.html#Run.save', 'tutorials/a.html', 'reference/a.html', 'reference/a.html#in-use']
+    assert got[0]['text'] == '<pre><code>Run(x)\n</code></pre>'
+    assert [o['title'] for o in got] == ['<code>Run</code>', '<code>b.Run</code>', '<code>Run.save</code>', 'Run', 'Runs', 'Runs: In use']
+
+
+# What a worker of the search answers: word -> locations of its first hits
+ASK = """async ([index, source, words]) => {
+  const w = new Worker(URL.createObjectURL(new Blob([source]))), res = {};
+  const ask = m => new Promise(done => { w.onmessage = e => done(e.data); w.postMessage(m) });
+  await ask({type: 0, data: index});
+  for (const o of words) res[o] = (await ask({type: 2, data: {input: o}})).data.items.map(i => index.items[i.id].location);
+  return res }"""
+WANTED = {'Colab': 'tutorials/(cloud|install)', 'install': 'tutorials/install', 'GPU': 'tutorials/two_machines|explanations/gpu', 'bottleneck': 'tutorials/input', 'own data': 'tutorials/own_data',
+          'profile': 'tutorials/profile', 'compare': 'tutorials/two_machines|reference/compare.runs.html#compare$'}
+
+
+def test_search_finds_first_what_users_look_for(site, browser):
+    index = json.loads((site/'search.json').read_text(encoding='utf-8'))
+    for where, title in (('install', 'Install'), ('cloud', 'Benchmark this Colab or cloud instance')):  # whatever else has the word, a page of that title comes first
+        if not (site/f'tutorials/{where}.html').exists(): index['items'].append(dict(location=f'tutorials/{where}.html', title=title, text='', path=['Tutorials', title], level=1, tags=[]))
+    source, = (o.read_text(encoding='utf-8') for o in (site/'assets/javascripts/workers').glob('search.*.js'))
+    page = browser.new_page()
+    got = page.evaluate(ASK, [index, source, list(WANTED)])
+    page.close()
+    assert {w: hits[:3] for w, hits in got.items() if not re.match(WANTED[w], hits[0])} == {}
 
 
 def test_search_needs_no_mouse(search, url):
