@@ -514,6 +514,21 @@ def test_every_command_in_the_text_is_one():
     assert 'uch option' in _misused('fastbench ab digits-xresnet18 --fail-over 5%') and 'no command' in _misused('fastbench gate x')
 
 
+def test_the_help_of_every_command_ends_with_an_example():
+    import typer
+    from typer.testing import CliRunner
+    from fastbench.cli import app
+
+    def every(group, before=()):
+        for k, o in group.commands.items(): yield from ((*before, k), *every(o, (*before, k))) if hasattr(o, 'commands') else ((*before, k),)
+    names = list(every(typer.main.get_command(app)))
+    assert ('run',) in names and ('cache', 'list') in names
+    for name in names:
+        told = CliRunner().invoke(app, [*name, '--help']).output.rstrip().split('\n\n')[-1].splitlines()
+        assert told[0].strip() == 'Example:' and len(told) > 1, (name, told)
+        for line in told[1:]: assert line.split()[:1+len(name)] == ['fastbench', *name][:len(line.split())] and not _misused(line), line
+
+
 def test_the_workflow_for_pull_requests_is_one():
     import yaml
     text = re.search(r'^```yaml\n(.*?)^```', _prose(ROOT/'nbs/tutorials/07_pull_request.ipynb'), re.S | re.M)[1]
