@@ -93,7 +93,7 @@ class Site:
             self.add(page, *(markdown_file(text, page, self.names, dirname(file), twin) for twin in (False, True)), about=paragraph(text))
         for file, page in self.scripts.items(): self.source(file, page)
         for page, text in (('reference/commands.md', reference.commands_page(self.names)), ('reference/recipes.md', reference.recipes_page()),
-                           ('reference/run-fields.md', reference.run_page(self.root)), ('reference/names.md', reference.names_page(self.names))):
+                           ('reference/run-fields.md', reference.run_page(self.root)), ('reference/index.md', reference.start_page(self.names)), ('reference/names.md', reference.names_page(self.names))):
             self.add(page, *(linked(text, page, self.names, twin=twin) for twin in (False, True)))
         self.texts['reference/names.md'] = '---\nsearch:\n  exclude: true\n---\n\n' + self.texts['reference/names.md']  # else each name is found twice
         for part, title in SECTIONS.items():
@@ -119,7 +119,7 @@ class Site:
             mine = [(b.title, b.page) for b in self.books if b.page.startswith(f'{part}/')]
             if mine: res.append({title: [f'{part}/index.md', *items(mine)]})
         ref = [o for t, pairs in self.groups().items() for o in (items(pairs) if not t else [{t: items(pairs)}])]
-        return [*res, {'Reference': ref}, {'Changelog': 'changelog.md'}]
+        return [*res, {'Reference': ['reference/index.md', *ref]}, {'Changelog': 'changelog.md'}]
 
     @property
     def llms(self):
@@ -130,7 +130,7 @@ class Site:
         for part, title in SECTIONS.items():
             mine = [b for b in self.books if b.page.startswith(f'{part}/')]
             if mine: parts.append(f'## {title}\n\n' + '\n'.join([line(title, f'{part}/index.md')] + [line(b.title, b.page) for b in mine]))
-        for t, pairs in self.groups().items(): parts.append(f'## {t or "Reference"}\n\n' + '\n'.join(line(*o) for o in pairs))
+        for t, pairs in self.groups().items(): parts.append(f'## {t or "Reference"}\n\n' + '\n'.join(line(*o) for o in ([] if t else [('Reference', 'reference/index.md')]) + pairs))
         parts.append('## Changes\n\n' + line('Changelog', 'changelog.md'))
         listed = set(re.findall(r'\]\(([^)]+)\)', '\n'.join(parts)))
         parts.append('## Optional\n\n' + '\n'.join(f'- [{FRONT.sub("", self.texts[p]).splitlines()[0][2:]}]({p})' for p in sorted(self.texts) if p not in listed))

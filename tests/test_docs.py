@@ -134,6 +134,7 @@ def test_commands_are_those_of_the_command_line(built):
     parts = re.split(r'^## `fastbench ([a-z -]+)`$', text, flags=re.M)
     by_name = dict(zip(parts[1::2], parts[2::2]))
     listed = re.findall(r'^  ([a-z-]+) ', said().split('Commands:')[1], re.M)
+    assert '```sh\nfastbench show last\n' in by_name['show'] and all(f'\nfastbench {o}' in by_name[o].split('```sh')[2] for o in by_name)
     assert list(dict.fromkeys(o.split()[0] for o in by_name)) == listed and len(listed) > 8 and 'cache list' in by_name
     for name in ('run', 'list', 'ab'):
         options = set(re.findall(r'^  (?:-\w, )?(--[a-z-]+)', said(name).split('Options:')[1], re.M)) - {'--help'}
@@ -150,6 +151,42 @@ def test_recipes_are_those_of_the_registry(built):
         for o in published(r): assert o['machine'] in text and f"{o['seconds']:,.4g} s" in text or f"{o['seconds']:,.0f} s" in text
     for ladder in ladders().values():
         for rung in ladder.rungs: assert rung.seconds is None or f'{rung.seconds:,.4g} s' in text or f'{rung.seconds:,.0f} s' in text
+
+
+def test_the_reference_begins_with_the_names_that_users_need(built):
+    import fastbench.all as every
+    needed = [o for found in every._needed.values() for o in found]
+    for o in needed: assert o in every.__all__ or hasattr(every.BenchLearner, o.removeprefix('learn.')), o
+    assert 25 <= len(set(needed)) == len(needed) <= 35 and {'learn.profile', 'hf_learner', 'ab', 'learn.distributed', 'UserError'} <= set(needed)
+    text = (built[0]/'reference/index.md').read_text(encoding='utf-8')
+    assert re.findall(r'^## (.*)', text, re.M) == [*every._needed, 'Everything else']
+    for o in needed: assert re.search(rf'^\| \[`{re.escape(o)}`\]\([^)]+#[^)]+\) \| \S', text, re.M), o
+    assert '](names.md)' in text
+    nav, = (o['Reference'] for o in built[1].nav if 'Reference' in o)
+    assert nav[:2] == ['reference/index.md', {'All names': 'reference/names.md'}]
+
+
+def test_every_recipe_and_field_has_an_example(docs, built):
+    import shlex
+    from fastbench.command.options import field
+    from fastbench.recipe import Recipe, but, check_field, kinds, ladders, recipes
+    text, made, n = (built[0]/'reference/recipes.md').read_text(encoding='utf-8'), docs('reference').own_fields(), 0
+    rungs = {f'{l.name}-{o.name}' for l in ladders().values() for o in l.rungs}
+    for o in recipes(): assert o in rungs or f'\nfastbench run {o}\n' in text, o
+    for o in ladders(): assert f'\nfastbench ladder {o}\n' in text
+    assert "`arch='xse_resnet50'`" in text  # of a kind's own fields, too
+    assert {(k, o) for k in kinds().values() for o in k.__dataclass_fields__} == {(k, o.name) for k in kinds().values() for c, os in made.items() if issubclass(k, c) for o in os}
+    for cls, found in made.items():
+        for o in found:
+            words = docs('reference').example(cls, o)
+            if cls is Recipe and o.name in ('name', 'about') or o.name == 'function': continue
+            assert words.startswith('--set ') and f'`{words}`' in text, o.name
+            name, value = field(shlex.split(words)[1])
+            assert name == o.name and check_field(cls, name, value) != o.default, words
+            some = next((r for r in recipes().values() if isinstance(r, cls)), None)
+            assert some is None or getattr(but(some, **{name: value}), name) is not None, words
+            n += 1
+    assert n > 60
 
 
 def test_every_field_of_a_run_is_described(built):
