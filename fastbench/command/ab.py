@@ -27,9 +27,7 @@ def _time(text):
     return float(found[1])*dict(m=60, min=60, h=3600).get(found[2], 1)
 
 # %% ../../nbs/command/07_ab.ipynb #5fcaf2a5
-@app.command(epilog=example(
-    'fastbench ab train.py --set loop=lean',
-    'fastbench ab train.py --against main --fail-above 5%'))
+@app.command(epilog=example('fastbench ab train.py --set loop=lean', 'fastbench ab train.py --against main'))
 @placed
 def ab(
     a:argument(str, 'A recipe, or a function of your own: FILE.py or FILE.py:NAME.', metavar='A',

@@ -27,9 +27,7 @@ _names_help = ('What to run; FILE.py or FILE.py:NAME for a function of your own,
                '`quick` if nothing is named.')
 
 # %% ../../nbs/command/02_train.ipynb #457aa9f7
-@app.command(epilog=example(
-    'fastbench run digits-xresnet18 --set epochs=2',
-    'fastbench run train.py:make --repeats 5'))
+@app.command(epilog=example('fastbench run digits-xresnet18 --set epochs=2', 'fastbench run train.py --repeats 5'))
 @placed
 def run(
     names:argument(Optional[list[str]], _names_help, metavar='RECIPE|SUITE|FILE.py', autocompletion=names_like,
