@@ -110,17 +110,16 @@ class Site:
         "Heading of the reference -> [(title, page)]"
         from names import GROUPS, group_of
         res = {t: [(b.title, b.page) for b in self.books if b.page.startswith('reference/') and group_of(b.module or stem(b.path)) == g] for g, t in GROUPS.items()}
-        res['Runs and statistics'][:0] = [('Recipes, suites and ladders', 'reference/recipes.md'), ('Fields of a Run', 'reference/run-fields.md')]
-        res['Command line'].insert(0, ('Commands', 'reference/commands.md'))
         return res | {'How fastbench is made': [('Architecture', 'reference/architecture.md'), ('Contributing', 'reference/contributing.md')]}
 
     @property
     def nav(self):
         "For Zensical"
+        from reference import GENERATED
         def items(pairs): return [{t.replace('`', ''): p} for t, p in pairs]  # it is no Markdown there
         parts = [{title: [f'{part}/index.md', *items((b.title, b.page) for b in mine)]} for part, title, mine in self.sections]
         groups = [{t: items(pairs)} for t, pairs in self.groups().items()]
-        return [{'Home': 'index.md'}, *parts, {'Reference': ['reference/index.md', {'All names': 'reference/names.md'}, *groups]}, {'Changelog': 'changelog.md'}]
+        return [{'Home': 'index.md'}, *parts, {'Reference': ['reference/index.md', *items((t, f'reference/{p}') for t, p, _ in GENERATED), *groups]}, {'Changelog': 'changelog.md'}]
 
     @property
     def llms(self):

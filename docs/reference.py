@@ -11,6 +11,9 @@ from textwrap import dedent
 from convert import fence
 from names import GROUPS, cell, group_of
 
+GENERATED = [('Commands', 'commands.md', 'each with its options and an example'), ('Recipes, suites and ladders', 'recipes.md', 'what can be run by name, and every field'),
+             ('Fields of a Run', 'run-fields.md', 'what one training leaves'),
+             ('All names', 'names.md', 'every public function, class and constant, those that only fastbench itself uses among them')]  # behind the first page of the reference
 SAID = dict(int='INTEGER', float='NUMBER', str='TEXT', Path='PATH', bool='')
 
 
@@ -199,8 +202,7 @@ def start_page(names):
     groups = import_module('fastbench.all')._needed
     parts = ['# Reference', f'> The {sum(map(len, groups.values()))} names that most notebooks need, and where everything else is', fence('from fastbench.all import *', 'python'), '`learn` is a Learner of fastai, or one that [`learn.bench()`](train.convert.md#Learner.bench) gives.']
     for title, found in groups.items(): parts += [f'## {title}', table(['Name', 'What'], *((code(o), names.about(*f)) for o in found if (f := names.found(o))))]
-    parts += ['## Everything else', '\n'.join(f'- [{t}]({p}): {w}' for t, p, w in (('Commands', 'commands.md', 'each with its options and an example'), ('Recipes, suites and ladders', 'recipes.md', 'what can be run by name, and every field'),
-              ('Fields of a Run', 'run-fields.md', 'what one training leaves'), ('All names', 'names.md', 'every public function, class and constant, those that only fastbench itself uses among them')))]
+    parts += ['## Everything else', '\n'.join(f'- [{title}]({page}): {what}' for title, page, what in GENERATED)]
     return '\n\n'.join(parts) + '\n'
 
 
