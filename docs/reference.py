@@ -141,6 +141,9 @@ def recipes_page():
 SUCH_AS = dict(lr=1e-3, seed=1, workers=4, batches=100, memory='4GB', knots='((0, .2), (.4, 1), (1, 0))', tf32=True, keep_memory=True, onednn=True, valid=.1, text_col='review', label_col='stars', max_tokens=8192, bptt=70,
                prefetch=4, decoder='pillow', resize=160, progressive=.5, pretrained=True, bs=32, epochs=5, opt='muon', schedule='flat', label_smoothing=.1, precision='bf16', channels_last=True, loop='lean')
 
+WITH = {'memory': 'bs=largest', 'knots': 'schedule=linear', 'max_tokens': 'loader=budget', 'decoder': 'loader=threads', 'loader=whole': 'cache=array', 'resize': 'cache=array', 'pad': 'augment=batch',
+        'cutout': 'augment=batch'}  # without which they have no effect
+
 
 def own_fields():
     "Class -> the fields that come with it: of every recipe, of the kinds, and of what several kinds share"
@@ -154,7 +157,9 @@ def example(cls, o):
     from fastbench.recipe import recipes
     if o.name in ('name', 'about', 'function'): return ''
     given = (getattr(r, o.name) for r in recipes().values() if isinstance(r, cls))
-    return join(['--set', f'{o.name}={SUCH_AS[o.name] if o.name in SUCH_AS else next(v for v in given if v != o.default)}'])
+    told = f'{o.name}={SUCH_AS[o.name] if o.name in SUCH_AS else next(v for v in given if v != o.default)}'
+    ahead = WITH.get(o.name) or WITH.get(told)
+    return join([*(['--set', ahead] if ahead else []), '--set', told])
 
 
 def brief(o):
