@@ -120,7 +120,7 @@ _all_ = [
 _needed = {
     'See where time goes': ['learn.profile', 'learn.profiling', 'learn.diagnose_input', 'profiling_steps',
                             'TrainerProfiler', 'LightningProfiler'],
-    'Take it away': ['learn.bench', 'learn.to_bf16', 'learn.to_half', 'learn.to_channelslast', 'learn.compile',
+    'Speed it up': ['learn.bench', 'learn.to_bf16', 'learn.to_half', 'learn.to_channelslast', 'learn.compile',
                      'fused_adamw', 'GradientCheckpointing', 'learn.find_batch_size'],
     'Images': ['learn.fast_images', 'learn.fast_augment', 'cached'],
     'Texts': ['hf_dls', 'hf_learner', 'task_dls'],
