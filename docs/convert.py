@@ -10,12 +10,17 @@ from posixpath import dirname, normpath, relpath
 
 from fastcore.nbio import read_nb
 
-from readme import ANSI, code as fence
-
+ANSI = re.compile(r'\x1b\[[0-9;?]*[A-Za-z]')
 FENCE = re.compile(r'^( *)(`{3,}|~{3,})')
 CODE = re.compile(r'(?<![`\\])(`+)(?!`)(.+?)(?<!`)\1(?!`)')
 NOT_SHOWN = 'hide default_exp'.split()
 KINDS = dict(note='note', tip='tip', warning='warning', caution='warning', important='danger')
+
+
+def fence(text, lang=''):
+    "`text` as a fenced block, the fence longer than any inside"
+    marks = '`'*max(3, 1+max(map(len, re.findall('`+', text)), default=0))
+    return f'{marks}{lang}\n{text.rstrip()}\n{marks}'
 
 
 def prose(text):

@@ -2,6 +2,7 @@
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from posixpath import dirname, join, normpath
 from urllib.parse import unquote, urlsplit
 
 REFS = dict(a='href', link='href', img='src', script='src', iframe='src', source='src')
@@ -28,11 +29,7 @@ def split(url, page):
     "(file, anchor) that `url` names on `page`; None for another host, a script or data"
     u = urlsplit(url)
     if u.scheme or u.netloc: return None
-    path = unquote(u.path)
-    file = (Path(page).parent/path).as_posix() if path and not path.startswith('/') else path.lstrip('/') or page
-    parts = []
-    for o in file.split('/'): parts = parts[:-1] if o == '..' else parts if o == '.' else parts + [o]
-    return '/'.join(parts), unquote(u.fragment)
+    return normpath(join(dirname(page), unquote(u.path))).lstrip('/') if u.path else page, unquote(u.fragment)
 
 
 def dead(site, pages=None):

@@ -93,48 +93,52 @@ class Site:
             self.add(page, *(markdown_file(text, page, self.names, dirname(file), twin) for twin in (False, True)), about=paragraph(text))
         for file, page in self.scripts.items(): self.source(file, page)
         for page, text in (('reference/commands.md', reference.commands_page(self.names)), ('reference/recipes.md', reference.recipes_page()),
-                           ('reference/run-fields.md', reference.run_page(self.root)), ('reference/names.md', reference.names_page(self.names))):
+                           ('reference/run-fields.md', reference.run_page(self.root)), ('reference/index.md', reference.start_page(self.names)), ('reference/names.md', reference.names_page(self.names))):
             self.add(page, *(linked(text, page, self.names, twin=twin) for twin in (False, True)))
         self.texts['reference/names.md'] = '---\nsearch:\n  exclude: true\n---\n\n' + self.texts['reference/names.md']  # else each name is found twice
-        for part, title in SECTIONS.items():
-            mine = [b for b in self.books if b.page.startswith(f'{part}/')]
-            if mine: self.add(f'{part}/index.md', f'# {title}\n\n' + '\n'.join(f'- [{b.title}]({b.page.split("/")[-1]}): {b.subtitle}' for b in mine) + '\n', about=f'All {part}')
+        for part, title, mine in self.sections:
+            self.add(f'{part}/index.md', f'# {title}\n\n' + '\n'.join(f'- [{b.title}]({b.page.split("/")[-1]}): {b.subtitle}' for b in mine) + '\n', about=f'All {part}')
 
     # Navigation
+
+    @property
+    def sections(self):
+        "(folder, title, notebooks) of those that have a notebook"
+        return [(part, title, mine) for part, title in SECTIONS.items() if (mine := [b for b in self.books if b.page.startswith(f'{part}/')])]
 
     def groups(self):
         "Heading of the reference -> [(title, page)]"
         from names import GROUPS, group_of
         res = {t: [(b.title, b.page) for b in self.books if b.page.startswith('reference/') and group_of(b.module or stem(b.path)) == g] for g, t in GROUPS.items()}
-        res['Runs and statistics'][:0] = [('Recipes, suites and ladders', 'reference/recipes.md'), ('Fields of a Run', 'reference/run-fields.md')]
-        res['Command line'].insert(0, ('Commands', 'reference/commands.md'))
-        return {'': [('All names', 'reference/names.md')], **res, 'How fastbench is made': [('Architecture', 'reference/architecture.md'), ('Contributing', 'reference/contributing.md')]}
+        return res | {'How fastbench is made': [('Architecture', 'reference/architecture.md'), ('Contributing', 'reference/contributing.md')]}
 
     @property
     def nav(self):
         "For Zensical"
+        from reference import GENERATED
         def items(pairs): return [{t.replace('`', ''): p} for t, p in pairs]  # it is no Markdown there
-        res = [{'Home': 'index.md'}]
-        for part, title in SECTIONS.items():
-            mine = [(b.title, b.page) for b in self.books if b.page.startswith(f'{part}/')]
-            if mine: res.append({title: [f'{part}/index.md', *items(mine)]})
-        ref = [o for t, pairs in self.groups().items() for o in (items(pairs) if not t else [{t: items(pairs)}])]
-        return [*res, {'Reference': ref}, {'Changelog': 'changelog.md'}]
+        parts = [{title: [f'{part}/index.md', *items((b.title, b.page) for b in mine)]} for part, title, mine in self.sections]
+        groups = [{t: items(pairs)} for t, pairs in self.groups().items()]
+        return [{'Home': 'index.md'}, *parts, {'Reference': ['reference/index.md', *items((t, f'reference/{p}') for t, p, _ in GENERATED), *groups]}, {'Changelog': 'changelog.md'}]
 
     @property
     def llms(self):
         "llms.txt: every page as Markdown, with what it is about"
         def line(title, page): return f'- [{title}]({page})' + (f': {one_line(self.about[page])}' if self.about.get(page) else '')
         home = next(b for b in self.books if b.page == 'index.md')
-        parts = [f'# {home.title}\n\n> {home.subtitle}', 'Each page is here as Markdown, beside its HTML under the same name.', '## Start\n\n' + line('Home', 'index.md')]
-        for part, title in SECTIONS.items():
-            mine = [b for b in self.books if b.page.startswith(f'{part}/')]
-            if mine: parts.append(f'## {title}\n\n' + '\n'.join([line(title, f'{part}/index.md')] + [line(b.title, b.page) for b in mine]))
-        for t, pairs in self.groups().items(): parts.append(f'## {t or "Reference"}\n\n' + '\n'.join(line(*o) for o in pairs))
-        parts.append('## Changes\n\n' + line('Changelog', 'changelog.md'))
-        listed = set(re.findall(r'\]\(([^)]+)\)', '\n'.join(parts)))
-        parts.append('## Optional\n\n' + '\n'.join(f'- [{FRONT.sub("", self.texts[p]).splitlines()[0][2:]}]({p})' for p in sorted(self.texts) if p not in listed))
-        return '\n\n'.join(parts) + '\n'
+        head = f'# {home.title}\n\n> {home.subtitle}\n\nEach page is here as Markdown, beside its HTML under the same name.'
+        parts = [(title, [line(*o) for o in pairs]) for title, pairs in listed(self.nav)]
+        told = {o for _, pairs in listed(self.nav) for _, o in pairs}
+        parts.append(('Optional', [f'- [{FRONT.sub("", self.texts[p]).splitlines()[0][2:]}]({p})' for p in sorted(self.texts) if p not in told]))
+        return '\n\n'.join([head, *(f'## {title}\n\n' + '\n'.join(lines) for title, lines in parts)]) + '\n'
+
+
+def listed(nav):
+    "(heading, [(title, page)]) of what a navigation holds"
+    for title, inside in (pair for o in nav for pair in o.items()):
+        pairs = [(title, o) if isinstance(o, str) else next(iter(o.items())) for o in ([inside] if isinstance(inside, str) else inside)]
+        yield title, [o for o in pairs if isinstance(o[1], str)]
+        yield from listed({t: o} for t, o in pairs if not isinstance(o, str))
 
 
 def one_line(text): return re.sub(r'\[([^\]]+)\]\([^)]+\)', r'\1', ' '.join(text.split()))
@@ -199,7 +203,7 @@ def make(out=ROOT/'site', work=ROOT/'build'/'docs', root=ROOT):
     write(work/'pages', {**site.texts, **site.pictures[False], **{f'theme/{o.name}': o.read_bytes() for o in (HERE/'theme').iterdir()}})
     write(work, {'zensical.toml': settings(site.nav)})
     render(work)
-    rank(work/'site'/'search.json')
+    rank(work/'site', site.names.users)
     write(work/'site', {**site.twins, **site.pictures[True], 'llms.txt': site.llms})
     from links import dead
     broken = dead(work/'site')

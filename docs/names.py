@@ -126,6 +126,12 @@ class Names:
         mod = getattr(getattr(import_module('fastbench.all'), name), '__module__', '').removeprefix('fastbench.')
         return (mod, name) if (mod, name) in self.public else next(((m, name) for m in self.short.get(name, ()) if group_of(m) != 'cli'), None)
 
+    @cached_property
+    def users(self):
+        "Name -> where it is shown, of all that `from fastbench.all import *` brings, fastai's Learner with its new methods among them"
+        homes = {o: self.home_of(o) for o in self.reexports}
+        return {o: f"{self.public[h].page.removesuffix('.md')}.html#{o}" for o, h in homes.items() if h} | dict(Learner='')
+
     # Places
 
     def link(self, page, to, anchor=''):
@@ -153,14 +159,15 @@ class Names:
         if m[1] and f"fastbench/{m[2].replace('.', '/')}.py" in self.files:
             to = next((b.page for b in self.books if b.module == m[2]), None)
             return self.link(page, to) if to and to != page else None
-        found = self._found(m[2], page, bool(m[3]))
+        found = self.found(m[2], page, bool(m[3]))
         if not found or found == skip: return None
         b = self.public[found]
         return self.link(page, b.page, found[1])
 
-    def _found(self, name, page, called):
+    def found(self, name, page='', called=True):
+        "(module, name) of what a text calls by name, or None"
         if name.split('.')[0] in ('learn', 'learner', 'dls', 'run', 'runs'):
-            owners = dict(learn=('Learner', 'BenchLearner', 'FastLoop', 'HFLearner'), learner=('Learner',), run=('Run',)).get(name.split('.')[0], ())
+            owners = dict(learn=('Learner', 'BenchLearner', 'Switches', 'FastLoop', 'HFLearner'), learner=('Learner',), run=('Run',)).get(name.split('.')[0], ())
             return next(((m, f'{o}.{rest}') for o in owners for rest in [name.split('.', 1)[-1]] if '.' in name for m in self.short.get(f'{o}.{rest}', ())), None) or (
                 self._single(name, page, called) if '.' not in name else None)
         full = name.rpartition('.')

@@ -4,10 +4,16 @@ import inspect
 import json
 from dataclasses import MISSING, fields
 from enum import Enum
+from importlib import import_module
+from shlex import join
+from textwrap import dedent
 
 from convert import fence
 from names import GROUPS, cell, group_of
 
+GENERATED = [('Commands', 'commands.md', 'each with its options and an example'), ('Recipes, suites and ladders', 'recipes.md', 'what can be run by name, and every field'),
+             ('Fields of a Run', 'run-fields.md', 'what one training leaves'),
+             ('All names', 'names.md', 'every public function, class and constant, those that only fastbench itself uses among them')]  # behind the first page of the reference
 SAID = dict(int='INTEGER', float='NUMBER', str='TEXT', Path='PATH', bool='')
 
 
@@ -24,13 +30,18 @@ def code(o): return f'`{o}`' if o not in ('', None) else ''
 
 # Commands
 
-def commands():
-    "name -> function, as the `fastbench` command knows them"
+def registered():
+    "name -> what typer knows of it"
     import fastbench.cli  # noqa: F401, adds the commands
     from fastbench.command.terminal import app
-    def of(app, prefix=''): return {prefix + (o.name or o.callback.__name__.replace('_', '-')): o.callback for o in app.registered_commands}
+    def of(app, prefix=''): return {prefix + (o.name or o.callback.__name__.replace('_', '-')): o for o in app.registered_commands}
     groups = (of(o.typer_instance, f'{o.name} ') for o in app.registered_groups)
     return of(app) | {k: f for group in groups for k, f in group.items()}
+
+
+def commands():
+    "name -> function, as the `fastbench` command knows them"
+    return {k: o.callback for k, o in registered().items()}
 
 
 def anchor(command):
@@ -68,13 +79,14 @@ def commands_page(names):
     parts = ['# Commands', f'> {app.info.help}', fence('fastbench [--version] [--help] COMMAND [ARGUMENTS] [OPTIONS]', 'sh'),
              'Exit codes: 0 went well, 1 a gate was not passed (`--fail-above`), 2 a mistake in what was asked, 3 the Runs are not comparable, 4 what is needed is not there (data, memory, a network) '
              'or a training failed, 130 interrupted.']
-    every = commands()
-    parts.append(table(['Command', 'What'], *((f'[`fastbench {k}`](#{anchor(k)})', inspect.getdoc(f).split('\n')[0]) for k, f in every.items())))
-    for k, f in every.items():
+    every = registered()
+    parts.append(table(['Command', 'What'], *((f'[`fastbench {k}`](#{anchor(k)})', inspect.getdoc(o.callback).split('\n')[0]) for k, o in every.items())))
+    for k, o in every.items():
+        f, examples = o.callback, dedent(o.epilog.split(':\n')[1])
         rows = options(f)
         args = [o for o in rows if o['argument']]
         usage = ' '.join([f'fastbench {k}', *(o['names'][0] if o['required'] else f"[{o['names'][0]}]" for o in args), '[OPTIONS]'])
-        parts += [f'## `fastbench {k}` {{#{anchor(k)} .symbol}}', fence(usage, 'sh'), inspect.getdoc(f),
+        parts += [f'## `fastbench {k}` {{#{anchor(k)} .symbol}}', fence(usage, 'sh'), inspect.getdoc(f), fence(examples, 'sh'),
                   table(['Argument', 'What'], *((code(o['names'][0]), o['about'] + (f" One of {', '.join(map(code, o['choices'].split('|')))}." if o['choices'] else '')
                                                  + (f" Default: {code(o['default'])}." if o['default'] != '' else '')) for o in args)),
                   table(['Option', 'Value', 'Default', 'What'], *((', '.join(map(code, o['names'])), code(o['value']), code(o['default']), o['about']) for o in rows if not o['argument']))]
@@ -100,27 +112,54 @@ def recipes_page():
     from fastbench import recipe as R
     rungs = {f'{l.name}-{o.name}' for l in R.ladders().values() for o in l.rungs}
     single = {k: v for k, v in R.recipes().items() if k not in rungs}
-    defaults = {o.name: o.default for o in fields(R.Recipe) if o.default is not MISSING}
     parts = ['# Recipes, suites and ladders', '> What can be run by name, with every setting that is not the default, and the figures that its authors published',
              'A published figure is of its author\'s machine and software. It is here to be set beside a Run, not to be reached: `fastbench run` prints it below what was measured.']
-    parts += ['## Suites', 'A suite is a list of recipes. `fastbench run SUITE` trains one after another, each in a process of its own.',
+    parts += ['## Suites', 'A suite is a list of recipes. Each is trained in a process of its own, one after another.', fence('fastbench run quick', 'sh'),
               table(['Suite', 'Recipes', 'Each with'], *((f'<a id="{k}"></a>{code(k)}', ', '.join(f'[`{o}`](#{o})' for o in v),
                                                            '; '.join(', '.join(f'`{a}={b!r}`' for a, b in o.items()) for o in R._variants.get(k, ()) if o)) for k, v in R.suites().items() if k not in R.ladders()))]
     parts.append('## Recipes')
     for k, r in single.items():
-        said = {o: getattr(r, o) for o in defaults if o != 'about' and getattr(r, o) != defaults[o]}
+        said = {o.name: getattr(r, o.name) for o in fields(r) if o.name not in ('name', 'about') and getattr(r, o.name) != o.default}
         figures = R.published(k)
-        parts += [f'### `{k}` {{#{k} .symbol}}', sentence(r.about), ', '.join(f'`{a}={b!r}`' for a, b in said.items()),
+        parts += [f'### `{k}` {{#{k} .symbol}}', sentence(r.about), fence(f'fastbench run {k}', 'sh'), f'[`{type(r).__name__}`](#fields-{type(r).__name__}): ' + ', '.join(f'`{a}={brief(b)}`' for a, b in said.items()),
                   table(['Published on', 'Precision', 'Batch', 'Fit', 'Accuracy'], *((o['machine'], o['precision'], o.get('bs') or '', clock(o['seconds']), f"{o['accuracy']:.2%}" if o.get('accuracy') else '') for o in figures))]
-    parts += ['## Ladders', 'A ladder is a recipe and named changes, each on top of those before. `fastbench ladder NAME` trains every rung to the target.']
+    parts += ['## Ladders', 'A ladder is a recipe and named changes, each on top of those before. Every rung is trained to the target.']
     for k, l in R.ladders().items():
         some = [bool(o.seconds) for o in l.rungs]
         rows = [(f'<a id="{k}-{o.name}"></a>{code(o.name)}', o.about[:1].upper() + o.about[1:], ', '.join(f'`{a}={brief(b)}`' for a, b in o.changes.items()),
                  *((clock(o.seconds) if o.seconds else '', f'{o.accuracy:.2%}' if o.accuracy else '') if any(some) else ())) for o in l.rungs]
-        parts += [f'### `{k}` {{#{k} .symbol}}', sentence(l.about), table(['Rung', 'What was changed', 'Fields', *(('Published', 'Accuracy') if any(some) else ())], *rows)]
-    fs = [(f'<a id="field-{o.name}"></a>{code(o.name)}', code(repr(defaults[o.name])) if o.name in defaults else '', sentence(o.metadata['about']), o.metadata['rule'][1]) for o in fields(R.Recipe)]
-    parts += ['## Fields of a recipe', '`fastbench run RECIPE --set FIELD=VALUE` changes any of them.', table(['Field', 'Default', 'What', 'May be'], *fs)]
+        parts += [f'### `{k}` {{#{k} .symbol}}', sentence(l.about), fence(f'fastbench ladder {k}', 'sh'), table(['Rung', 'What was changed', 'Fields', *(('Published', 'Accuracy') if any(some) else ())], *rows)]
+    parts += ['## Fields', 'Any field of a recipe is changed by `--set FIELD=VALUE`, which may be repeated:', fence('fastbench run digits-xresnet18 --set size=64 --set bs=32', 'sh'),
+              'A recipe has the fields of all trainings and those of its kind.']
+    for cls, fs in own_fields().items():
+        rows = [(code(o.name), code(repr(o.default)) if o.default is not MISSING else '', sentence(o.metadata['about']), o.metadata['rule'][1], code(example(cls, o))) for o in fs]
+        parts += [f'### {"All trainings" if cls is R.Recipe else code(cls.__name__)} {{#fields-{cls.__name__}}}', sentence(inspect.getdoc(cls)), table(['Field', 'Default', 'What', 'May be', 'Example'], *rows)]
     return '\n\n'.join(filter(None, parts)) + '\n'
+
+
+# Values for fields that no registered recipe sets, or sets to something long
+SUCH_AS = dict(lr=1e-3, seed=1, workers=4, batches=100, memory='4GB', knots='((0, .2), (.4, 1), (1, 0))', tf32=True, keep_memory=True, onednn=True, valid=.1, text_col='review', label_col='stars', max_tokens=8192, bptt=70,
+               prefetch=4, decoder='pillow', resize=160, progressive=.5, pretrained=True, bs=32, epochs=5, opt='muon', schedule='flat', label_smoothing=.1, precision='bf16', channels_last=True, loop='lean')
+
+WITH = {'memory': 'bs=largest', 'knots': 'schedule=linear', 'max_tokens': 'loader=budget', 'decoder': 'loader=threads', 'loader=whole': 'cache=array', 'resize': 'cache=array', 'pad': 'augment=batch',
+        'cutout': 'augment=batch'}  # without which they have no effect
+
+
+def own_fields():
+    "Class -> the fields that come with it: of every recipe, of the kinds, and of what several kinds share"
+    from fastbench.recipe import kinds
+    every = dict.fromkeys(c for k in kinds().values() for c in reversed(k.__mro__) if '__annotations__' in vars(c))
+    return {c: found for c in every if (found := [o for o in fields(c) if o.name in vars(c)['__annotations__']])}
+
+
+def example(cls, o):
+    "A value for a field as one types it: the first that a registered recipe of this kind gives it; '' for what is no setting"
+    from fastbench.recipe import recipes
+    if o.name in ('name', 'about', 'function'): return ''
+    given = (getattr(r, o.name) for r in recipes().values() if isinstance(r, cls))
+    told = f'{o.name}={SUCH_AS[o.name] if o.name in SUCH_AS else next(v for v in given if v != o.default)}'
+    ahead = WITH.get(o.name) or WITH.get(told)
+    return join([*(['--set', ahead] if ahead else []), '--set', told])
 
 
 def brief(o):
@@ -162,6 +201,15 @@ def leaves(o, prefix=''):
 
 
 # Names, source
+
+def start_page(names):
+    "The names that a user needs, as the notebook of `fastbench.all` groups them"
+    groups = import_module('fastbench.all')._needed
+    parts = ['# Reference', f'> The {sum(map(len, groups.values()))} names that most notebooks need, and where everything else is', fence('from fastbench.all import *', 'python'), '`learn` is a Learner of fastai, or one that [`learn.bench()`](train.convert.md#Learner.bench) gives.']
+    for title, found in groups.items(): parts += [f'## {title}', table(['Name', 'What'], *((code(o), names.about(*f)) for o in found if (f := names.found(o))))]
+    parts += ['## Everything else', '\n'.join(f'- [{title}]({page}): {what}' for title, page, what in GENERATED)]
+    return '\n\n'.join(parts) + '\n'
+
 
 def names_page(names):
     "Every public name, by room"

@@ -809,6 +809,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastbench/command/terminal.py'),
                                             'fastbench.command.terminal.draw': ( 'command/terminal.html#draw',
                                                                                  'fastbench/command/terminal.py'),
+                                            'fastbench.command.terminal.example': ( 'command/terminal.html#example',
+                                                                                    'fastbench/command/terminal.py'),
                                             'fastbench.command.terminal.full': ( 'command/terminal.html#full',
                                                                                  'fastbench/command/terminal.py'),
                                             'fastbench.command.terminal.how_long': ( 'command/terminal.html#how_long',

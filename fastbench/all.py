@@ -117,3 +117,15 @@ _all_ = [
     'BatchFit', 'BatchFlip', 'BatchAffine', 'BatchColour', 'BatchErase', 'BatchCutout', 'BatchNormalize',
     'BatchMixUp', 'BatchCutMix', 'cached', 'fast_images', 'choose_decoder', 'PoolDL', 'InputDiagnosis',
     'auto_workers', 'fast_augment', 'ProgressiveResize', 'to_bench', 'strategy_memory', 'ExchangeCost']
+
+# %% ../nbs/05_all.ipynb #fbf3e0f8
+_needed = {
+    'See where time goes': ['learn.profile', 'learn.profiling', 'learn.diagnose_input', 'profiling_steps',
+                            'TrainerProfiler', 'LightningProfiler'],
+    'Speed it up': ['learn.bench', 'learn.to_bf16', 'learn.to_half', 'learn.to_channelslast', 'learn.compile',
+                     'fused_adamw', 'GradientCheckpointing', 'learn.find_batch_size'],
+    'Images': ['learn.fast_images', 'learn.fast_augment', 'cached'],
+    'Texts': ['hf_dls', 'hf_learner', 'task_dls'],
+    'Prove it': ['bench_learner', 'run_recipe', 'ab', 'compare', 'runs', 'report'],
+    'Several processes': ['learn.distributed', 'strategy_memory', 'CheckpointEvery'],
+    'Errors': ['UserError']}

@@ -61,7 +61,8 @@ def either(word:str, # A word that is as good
 def optional(rule:tuple # What the field may be
     )->tuple: # The check, the words for it
     "None, or what `rule` allows"
-    return lambda v: None if v is None else rule[0](v), f'{rule[1]}, or None'
+    words = rule[1].removesuffix(', or None')
+    return lambda v: None if v is None else rule[0](v), f'{words}, or None'
 
 # %% ../nbs/01_rules.ipynb #4e56c59a
 def points()->tuple: # The check, the words for it

@@ -134,6 +134,7 @@ def test_commands_are_those_of_the_command_line(built):
     parts = re.split(r'^## `fastbench ([a-z -]+)`$', text, flags=re.M)
     by_name = dict(zip(parts[1::2], parts[2::2]))
     listed = re.findall(r'^  ([a-z-]+) ', said().split('Commands:')[1], re.M)
+    assert '```sh\nfastbench show last\n' in by_name['show'] and all(f'\nfastbench {o}' in by_name[o].split('```sh')[2] for o in by_name)
     assert list(dict.fromkeys(o.split()[0] for o in by_name)) == listed and len(listed) > 8 and 'cache list' in by_name
     for name in ('run', 'list', 'ab'):
         options = set(re.findall(r'^  (?:-\w, )?(--[a-z-]+)', said(name).split('Options:')[1], re.M)) - {'--help'}
@@ -150,6 +151,42 @@ def test_recipes_are_those_of_the_registry(built):
         for o in published(r): assert o['machine'] in text and f"{o['seconds']:,.4g} s" in text or f"{o['seconds']:,.0f} s" in text
     for ladder in ladders().values():
         for rung in ladder.rungs: assert rung.seconds is None or f'{rung.seconds:,.4g} s' in text or f'{rung.seconds:,.0f} s' in text
+
+
+def test_the_reference_begins_with_the_names_that_users_need(built):
+    import fastbench.all as every
+    needed = [o for found in every._needed.values() for o in found]
+    for o in needed: assert o in every.__all__ or hasattr(every.BenchLearner, o.removeprefix('learn.')), o
+    assert 25 <= len(set(needed)) == len(needed) <= 35 and {'learn.profile', 'hf_learner', 'ab', 'learn.distributed', 'UserError'} <= set(needed)
+    text = (built[0]/'reference/index.md').read_text(encoding='utf-8')
+    assert re.findall(r'^## (.*)', text, re.M) == [*every._needed, 'Everything else']
+    for o in needed: assert re.search(rf'^\| \[`{re.escape(o)}`\]\([^)]+#[^)]+\) \| \S', text, re.M), o
+    assert '](names.md)' in text
+    nav, = (o['Reference'] for o in built[1].nav if 'Reference' in o)
+    assert nav[0] == 'reference/index.md' and [*nav[1], *nav[2], *nav[3], *nav[4]] == ['Commands', 'Recipes, suites and ladders', 'Fields of a Run', 'All names']
+
+
+def test_every_recipe_and_field_has_an_example(docs, built):
+    import shlex
+    from fastbench.command.options import field
+    from fastbench.recipe import Recipe, but, check_field, kinds, ladders, recipes
+    text, made, n = (built[0]/'reference/recipes.md').read_text(encoding='utf-8'), docs('reference').own_fields(), 0
+    rungs = {f'{l.name}-{o.name}' for l in ladders().values() for o in l.rungs}
+    for o in recipes(): assert o in rungs or f'\nfastbench run {o}\n' in text, o
+    for o in ladders(): assert f'\nfastbench ladder {o}\n' in text
+    assert "`arch='xse_resnet50'`" in text  # of a kind's own fields, too
+    assert {(k, o) for k in kinds().values() for o in k.__dataclass_fields__} == {(k, o.name) for k in kinds().values() for c, os in made.items() if issubclass(k, c) for o in os}
+    for cls, found in made.items():
+        for o in found:
+            words = docs('reference').example(cls, o)
+            if cls is Recipe and o.name in ('name', 'about') or o.name == 'function': continue
+            assert words.startswith('--set ') and f'`{words}`' in text, o.name
+            values = dict(map(field, shlex.split(words)[1::2]))
+            assert check_field(cls, o.name, values[o.name]) != o.default, words
+            some = next((r for r in recipes().values() if isinstance(r, cls)), None)
+            if some: but(some, **values).check()  # has an effect
+            n += 1
+    assert n > 60
 
 
 def test_every_field_of_a_run_is_described(built):
@@ -223,15 +260,15 @@ OPEN = 'Element.prototype.attachShadow = (f => function(o) { return f.call(this,
 
 @pytest.fixture
 def search(url, browser):
-    "search(text, on page) -> page with the results of `text`, and the first of them"
+    "search(text, on page, at base) -> page with the results of `text`, and the first of them"
     contexts = []
 
-    def _search(text, page='index.html'):
+    def _search(text, page='index.html', base=url):
         contexts.append(browser.new_context(viewport=dict(width=1280, height=900)))
         contexts[-1].add_init_script(OPEN)
         contexts[-1].set_default_timeout(15_000)
         p = contexts[-1].new_page()
-        p.goto(url + page, wait_until='networkidle')
+        p.goto(base + page, wait_until='networkidle')
         p.locator('.md-search__button').first.focus()
         p.keyboard.press('Enter')
         p.locator('input:visible:not([type=radio])').last.fill(text)
@@ -254,13 +291,47 @@ def test_search_finds_a_name_and_lands_on_it(search, url, name, place, first):
     page.wait_for_function(f'(() => {{ const y = document.getElementById({place.split("#")[1]!r}).getBoundingClientRect().top; return y >= 0 && y < innerHeight }})()')
 
 
+def test_search_works_in_pages_opened_as_files(search, site):
+    base = site.as_uri() + '/'
+    page, found = search('compare_times', 'tutorials/index.html', base)
+    place = 'reference/compare.verdict.html#compare_times'
+    assert re.sub(r'\?[^#]*', '', found.first.evaluate('o => o.href')) == base + place
+    page.keyboard.press('Enter')
+    page.wait_for_url(re.compile('verdict.html.*#compare_times$'))
+    assert page.evaluate('typeof __index') == 'object'
+
+
 def test_search_ranks_names(docs):
-    def item(where, title, text): return dict(location=where, title=title, text=text)
+    def item(where, title, text='x'): return dict(location=where, title=title, text=text)
     said = '<p>source</p> <pre><code>{}\n</code></pre>'
-    page, method, cls = item('tutorials/a.html', 'Run', 'x'), item('reference/a.html#Run.save', '<code>Run.save</code>', said.format('Run.save()')), item('reference/a.html#Run', '<code>Run</code>', said.format('class Run(x)'))
-    command = item('reference/command.a.html#run', '<code>run</code>', 'x')
-    got = docs('search').ranked([page, method, command, cls])
-    assert [o['location'] for o in got] == ['reference/a.html#Run', 'reference/a.html#Run.save', 'tutorials/a.html'] and got[0]['text'] == '<pre><code>Run(x)\n</code></pre>'
+    page, method, cls = item('tutorials/a.html', 'Run'), item('reference/a.html#Run.save', '<code>Run.save</code>', said.format('Run.save()')), item('reference/a.html#Run', '<code>Run</code>', said.format('class Run(x)'))
+    command, other, room, part = item('reference/command.a.html#run', '<code>run</code>'), item('reference/b.html#Run', '<code>Run</code>'), item('reference/a.html', 'Runs'), item('reference/a.html#in-use', 'In use')
+    got = docs('search').ranked([room, part, other, page, method, command, cls], dict(Run='reference/a.html#Run'))
+    assert [o['location'] for o in got] == ['reference/a.html#Run', 'reference/b.html#Run', 'reference/a.html#Run.save', 'tutorials/a.html', 'reference/a.html', 'reference/a.html#in-use']
+    assert got[0]['text'] == '<pre><code>Run(x)\n</code></pre>'
+    assert [o['title'] for o in got] == ['<code>Run</code>', '<code>b.Run</code>', '<code>Run.save</code>', 'Run', 'Runs', 'Runs: In use']
+
+
+# What a worker of the search answers: word -> locations of its first hits
+ASK = """async ([index, source, words]) => {
+  const w = new Worker(URL.createObjectURL(new Blob([source]))), res = {};
+  const ask = m => new Promise(done => { w.onmessage = e => done(e.data); w.postMessage(m) });
+  await ask({type: 0, data: index});
+  for (const o of words) res[o] = (await ask({type: 2, data: {input: o}})).data.items.map(i => index.items[i.id].location);
+  return res }"""
+WANTED = {'Colab': 'tutorials/(cloud|install)', 'install': 'tutorials/install', 'GPU': 'tutorials/two_machines|explanations/gpu', 'bottleneck': 'tutorials/input', 'own data': 'tutorials/own_data',
+          'profile': 'tutorials/profile', 'compare': 'tutorials/two_machines|reference/compare.runs.html#compare$'}
+
+
+def test_search_finds_first_what_users_look_for(site, browser):
+    index = json.loads((site/'search.json').read_text(encoding='utf-8'))
+    for where, title in (('install', 'Install'), ('cloud', 'Benchmark this Colab or cloud instance')):  # whatever else has the word, a page of that title comes first
+        if not (site/f'tutorials/{where}.html').exists(): index['items'].append(dict(location=f'tutorials/{where}.html', title=title, text='', path=['Tutorials', title], level=1, tags=[]))
+    source, = (o.read_text(encoding='utf-8') for o in (site/'assets/javascripts/workers').glob('search.*.js'))
+    page = browser.new_page()
+    got = page.evaluate(ASK, [index, source, list(WANTED)])
+    page.close()
+    assert {w: hits[:3] for w, hits in got.items() if not re.match(WANTED[w], hits[0])} == {}
 
 
 def test_search_needs_no_mouse(search, url):
@@ -478,6 +549,21 @@ def test_every_command_in_the_text_is_one():
             seen.append(line)
     assert len(seen) >= 10
     assert 'uch option' in _misused('fastbench ab digits-xresnet18 --fail-over 5%') and 'no command' in _misused('fastbench gate x')
+
+
+def test_the_help_of_every_command_ends_with_an_example():
+    import typer
+    from typer.testing import CliRunner
+    from fastbench.cli import app
+
+    def every(group, before=()):
+        for k, o in group.commands.items(): yield from ((*before, k), *every(o, (*before, k))) if hasattr(o, 'commands') else ((*before, k),)
+    names = list(every(typer.main.get_command(app)))
+    assert ('run',) in names and ('cache', 'list') in names
+    for name in names:
+        told = CliRunner().invoke(app, [*name, '--help']).output.rstrip().split('\n\n')[-1].splitlines()
+        assert told[0].strip() == 'Example:' and len(told) > 1, (name, told)
+        for line in told[1:]: assert line.split()[:1+len(name)] == ['fastbench', *name][:len(line.split())] and not _misused(line), line
 
 
 def test_the_workflow_for_pull_requests_is_one():

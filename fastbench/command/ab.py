@@ -17,7 +17,7 @@ from ..runs.store import FOLDER
 from fastbench.command.options import (
     Anyway, Device, FailAbove, Json, Markdown, Nproc, Offline, Out, Strategy, Threshold, argument, field, flag,
     option, placed)
-from .terminal import app, complain, names_like, progress, say
+from .terminal import app, complain, example, names_like, progress, say
 
 # %% ../../nbs/command/07_ab.ipynb #97c233a5
 def _time(text):
@@ -27,7 +27,7 @@ def _time(text):
     return float(found[1])*dict(m=60, min=60, h=3600).get(found[2], 1)
 
 # %% ../../nbs/command/07_ab.ipynb #5fcaf2a5
-@app.command()
+@app.command(epilog=example('fastbench ab train.py --set loop=lean', 'fastbench ab train.py --against main'))
 @placed
 def ab(
     a:argument(str, 'A recipe, or a function of your own: FILE.py or FILE.py:NAME.', metavar='A',

@@ -11,18 +11,19 @@ from pathlib import Path
 import typer
 
 from .options import Json, argument, option
-from .terminal import app, print_json
+from .terminal import app, example, print_json
 from ..draw.kept import caches_dir, clear_caches, kept_caches
 
 # %% ../../nbs/command/10_cache.ipynb #d182d588
-_cache = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='List or clear the caches of prepared items.')
+_cache = typer.Typer(no_args_is_help=True, rich_markup_mode=None, epilog=example('fastbench cache list'),
+                     help='List or clear the caches of prepared items.')
 app.add_typer(_cache, name='cache')
 
 Where = option(Path, 'Folder that holds the caches.', '--where', metavar='FOLDER', show_default="fastbench's own")
 
 def _mb(n): return f'{n/1e9:.1f} GB' if n >= 1e9 else f'{n/1e6:.1f} MB'
 
-@_cache.command('list')
+@_cache.command('list', epilog=example('fastbench cache list'))
 def list_caches(where:Where=None, as_json:Json=False):
     "Say which caches there are, how large, and of what."
     kept = kept_caches(where)
@@ -33,7 +34,7 @@ def list_caches(where:Where=None, as_json:Json=False):
     print(f'{len(kept)} in {caches_dir(where)}, {_mb(total)}' if kept else f'no caches in {caches_dir(where)}')
 
 # %% ../../nbs/command/10_cache.ipynb #ddda7d08
-@_cache.command('clear')
+@_cache.command('clear', epilog=example('fastbench cache clear photos'))
 def clear(names:argument(list[str], 'What those to clear begin with.', show_default='all', metavar='[NAME]...')=None,
           where:Where=None):
     "Remove caches, finished or not."

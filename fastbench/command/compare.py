@@ -13,10 +13,10 @@ import typer
 from ..runs.store import FOLDER
 from .options import (Anyway, FailAbove, Json, Markdown, On, Out, Price, Threshold, argument, option,
                                        share)
-from .terminal import app, kept_like, print_json, print_table, say
+from .terminal import app, example, kept_like, print_json, print_table, say
 
 # %% ../../nbs/command/04_compare.ipynb #aedd22d8
-@app.command()
+@app.command(epilog=example('fastbench compare ab:A ab:B', 'fastbench compare before after --fail-above 5%'))
 def compare(
     a:argument(str, "A folder of Runs, a file, an id, the beginning of several; ab:A, ab:B of `ab`.", metavar='A',
                autocompletion=kept_like),

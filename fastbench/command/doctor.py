@@ -15,12 +15,12 @@ import typer
 from ..recipe import get_recipe
 from .ab import _time
 from .options import Device, Json, argument, field, flag, option
-from .terminal import app, names_like, say
+from .terminal import app, example, names_like, say
 
 # %% ../../nbs/command/08_doctor.ipynb #1ad1d09a
 _what = 'Diagnose its input: what a step waits for, and what would help. Left out: look at this machine.'
 
-@app.command()
+@app.command(epilog=example('fastbench doctor', 'fastbench doctor photos-xresnet18'))
 def doctor(
     diagnosed:argument(Optional[str], _what, metavar='[RECIPE|FILE.py]', autocompletion=names_like,
                        show_default=False)=None,

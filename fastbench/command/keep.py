@@ -19,7 +19,7 @@ from ..recipe import ALWAYS_THERE, as_dict, get_ladder, get_recipe, ladders, rec
 from ..runs.record import plain
 from ..runs.store import FOLDER, find
 from .options import Json, Out, argument, flag, given, option
-from .terminal import app, full, kept_like, print_json, print_run, print_table, summary
+from .terminal import app, example, full, kept_like, print_json, print_run, print_table, summary
 
 # %% ../../nbs/command/03_keep.ipynb #960a111d
 class Kind(str, Enum):
@@ -96,7 +96,7 @@ def _runs(found):
     return [[r.id, *own, r.headline] for r,*own in zip(found, *cols)]
 
 # %% ../../nbs/command/03_keep.ipynb #2dc687bc
-@app.command('list')
+@app.command('list', epilog=example('fastbench list recipes', 'fastbench list runs --last 5'))
 def list_(what:argument(Kind, 'What to list.')=Kind.all, recipe:OfRecipe=None, data:OfData=None, device:OnDevice=None,
           precision:InPrecision=None, commit:AtCommit=None, since:Since=None, until:Until=None, status:WithStatus=None,
           out:Out=Path(FOLDER), as_json:Json=False,
@@ -141,7 +141,7 @@ def _show_suite(name, as_json):
     if table.rows: print_table(table)
 
 # %% ../../nbs/command/03_keep.ipynb #8a168113
-@app.command()
+@app.command(epilog=example('fastbench show last', 'fastbench show digits-xresnet18', 'fastbench show colab'))
 def show(name:argument(str, "A Run's file, its id, the beginning of it, `last`; a recipe or suite; FILE.py.",
                        metavar='RUN',
                        autocompletion=kept_like)='last',
@@ -154,7 +154,7 @@ def show(name:argument(str, "A Run's file, its id, the beginning of it, `last`; 
     else: print_run(r)
 
 # %% ../../nbs/command/03_keep.ipynb #51a4178b
-@app.command('export')
+@app.command('export', epilog=example('fastbench export runs.csv'))
 def export_(file:argument(Path, 'What to write; its ending, .csv or .parquet, says how.', metavar='FILE'),
             steps:flag('The raw values: a line for each phase of each step.', '--steps')=False,
             recipe:OfRecipe=None, data:OfData=None, device:OnDevice=None, precision:InPrecision=None,

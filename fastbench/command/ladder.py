@@ -17,7 +17,7 @@ from ..runs.store import FOLDER, check_folder, load
 from .options import (
     Device, Json, LabelCol, Markdown, Nproc, Offline, Out, Precision, Strategy, TextCol, Valid, argument, field,
     given, held_out, option, placed)
-from .terminal import app, draw, print_table, run_all
+from .terminal import app, draw, example, print_table, run_all
 
 # %% ../../nbs/command/05_ladder.ipynb #d6051b4e
 def _rung(text):
@@ -28,7 +28,7 @@ def _rung(text):
     return Rung(name.strip(), changes, dict(map(field, re.split(r',(?=\s*\w+=)', changes))))
 
 # %% ../../nbs/command/05_ladder.ipynb #3233982c
-@app.command()
+@app.command(epilog=example('fastbench ladder dawn-photos --repeats 3'))
 @placed
 def ladder(
     name:argument(str, 'Which one; `fastbench list suites` names them. With --rung any recipe, or FILE.py.',

@@ -13,7 +13,7 @@ import typer
 from fastbench.command.options import (
     CheckpointInterval, Device, Json, Nproc, Offline, Out, Resume, ShowOutput, Strategy, argument, field, flag,
     given, option, placed)
-from .terminal import app, full, names_like, print_json, print_runs, run_all
+from .terminal import app, example, full, names_like, print_json, print_runs, run_all
 from ..errors import UserError
 from ..recipe import but, get_recipe
 from ..runs.store import FOLDER, check_folder, load
@@ -35,7 +35,7 @@ def _place(nodes, slurm, hosts, goes_on, asks):
         raise UserError(f'--nodes {nodes}: which machines? --slurm asks a cluster for them, --hosts a,b names them')
 
 # %% ../../nbs/command/11_launch.ipynb #b6bab15e
-@app.command()
+@app.command(epilog=example('fastbench launch docstrings-distilbert --nproc 2 --strategy fsdp'))
 @placed
 def launch(
     name:argument(str, 'What to train; FILE.py or FILE.py:NAME for a function of your own.', metavar='RECIPE|FILE.py',

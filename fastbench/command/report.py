@@ -12,10 +12,10 @@ from typing import Optional
 from ..errors import UserError
 from ..runs.store import FOLDER
 from .options import Anyway, On, Threshold, argument, option
-from .terminal import app, kept_like, near
+from .terminal import app, example, kept_like, near
 
 # %% ../../nbs/command/06_report.ipynb #26b2a2b4
-@app.command()
+@app.command(epilog=example('fastbench report ab:B --against ab:A -o report.html'))
 def report(
     runs:argument(Optional[list[str]], "Folders of Runs, Runs' files, ids, beginnings of ids, or `last`.",
                   metavar='RUN', autocompletion=kept_like, show_default='last')=None,

@@ -13,7 +13,7 @@ import typer
 
 from .options import (
     Device, Json, Markdown, Offline, Out, ShowOutput, Strategy, argument, field, option)
-from .terminal import Job, app, complain, draw, names_like, print_table, run_all
+from .terminal import Job, app, complain, draw, example, names_like, print_table, run_all
 from ..errors import UserError
 from ..recipe import but, get_recipe
 from ..runs.store import FOLDER, check_folder, load
@@ -29,7 +29,7 @@ _kind = 'Divide the batch among the processes (strong), or give each process a b
 Strong = Annotated[bool, typer.Option('--strong/--weak', help=_kind)]
 
 # %% ../../nbs/command/12_scale.ipynb #3bc64f15
-@app.command()
+@app.command(epilog=example('fastbench scale docstrings-distilbert --nproc 1,2'))
 def scale(
     name:argument(str, 'What to train; FILE.py or FILE.py:NAME for a function of your own.', metavar='RECIPE|FILE.py',
                   autocompletion=names_like),

@@ -13,10 +13,10 @@ import typer
 
 from ..runs.store import FOLDER, check_folder, save, write_whole
 from .options import Json, Out, flag, option
-from .terminal import app
+from .terminal import app, example
 
 # %% ../../nbs/command/09_selftest.ipynb #sc000004
-@app.command()
+@app.command(epilog=example('fastbench selftest --full -o selftest.html'))
 def selftest(
     full:flag('Also what takes minutes: compiling, time to accuracy, texts, the tests that want a GPU.',
               '--full/--quick')=False,

@@ -19,14 +19,15 @@ from ..runs.store import FOLDER, check_folder, load
 from .options import (
     AtPrecision, CheckpointInterval, Device, Json, LabelCol, Nproc, Offline, Out, Resume, ShowOutput, Strategy,
     TextCol, Valid, argument, field, flag, given, held_out, option, placed, samples)
-from .terminal import app, draw, full, names_like, print_json, print_runs, print_table, run_all
+from .terminal import (
+    app, draw, example, full, names_like, print_json, print_runs, print_table, run_all)
 
 # %% ../../nbs/command/02_train.ipynb #799cdf15
 _names_help = ('What to run; FILE.py or FILE.py:NAME for a function of your own, FILE.toml for a suite; '
                '`quick` if nothing is named.')
 
 # %% ../../nbs/command/02_train.ipynb #457aa9f7
-@app.command()
+@app.command(epilog=example('fastbench run digits-xresnet18 --set epochs=2', 'fastbench run train.py --repeats 5'))
 @placed
 def run(
     names:argument(Optional[list[str]], _names_help, metavar='RECIPE|SUITE|FILE.py', autocompletion=names_like,
@@ -90,7 +91,7 @@ def _suite(name, kept, refused, plot, as_json):
     elif plot: print('fastbench: no picture: no training went through', file=sys.stderr)
 
 # %% ../../nbs/command/02_train.ipynb #a1ec18ea
-@app.command('find-batch-size')
+@app.command('find-batch-size', epilog=example('fastbench find-batch-size photos-xresnet18 --memory 4GB'))
 def find_batch_size(
     name:argument(str, 'Which training.', metavar='RECIPE', autocompletion=names_like),
     precision:AtPrecision=None,
