@@ -386,3 +386,14 @@ def test_a_value_of_set(said, value):
 def test_a_refusal_is_in_the_words_of_the_command(tmp_path):
     got = subprocess.run([sys.executable, '-m', 'fastbench', 'run', 'digits-xresnet18', '--set', 'precision=fp16', '--device', 'cpu', '--out', str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert got.returncode == 2 and '--set precision=fp32' in got.stderr and "precision='" not in got.stderr
+
+
+def test_a_letter_means_the_same_in_every_command():
+    import inspect
+    from fastbench.cli import app
+    seen = {}
+    for command in app.registered_commands:
+        for p in inspect.signature(command.callback).parameters.values():
+            for words in (o.param_decls or () for o in getattr(p.annotation, '__metadata__', ()) if hasattr(o, 'param_decls')):
+                for letter in (o for o in words if len(o) == 2): seen.setdefault(letter, set()).add(next((o for o in words if o.startswith('--')), f'--{p.name}'))
+    assert '-o' in seen and all(len(o) == 1 for o in seen.values()), seen

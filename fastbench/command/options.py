@@ -92,7 +92,7 @@ def flag(help, *names): # help: what it is for; names: in place of the parameter
     return Annotated[bool, typer.Option(*names, help=help)]
 
 # %% ../../nbs/command/00_options.ipynb #7633174b
-Out = Annotated[Path, typer.Option('--out', '-o', help='Folder that holds the Runs.', envvar='FASTBENCH_OUT')]
+Out = Annotated[Path, typer.Option('--out', help='Folder that holds the Runs.', envvar='FASTBENCH_OUT')]
 Json = flag('Print JSON, for a program.', '--json')
 ShowOutput = flag('Let through what a function of your own prints.', '--show-output')
 _every = 'Write checkpoints: every 10 (minutes) or 500steps.'

@@ -11,7 +11,7 @@ from typing import Optional
 
 from ..errors import UserError
 from ..runs.store import FOLDER
-from .options import Anyway, On, Threshold, argument, option
+from .options import Anyway, On, Out, Threshold, argument, option
 from .terminal import app, example, kept_like, near
 
 # %% ../../nbs/command/06_report.ipynb #26b2a2b4
@@ -28,7 +28,7 @@ def report(
     anyway:Anyway=False,
     threshold:Threshold=None,
     title:option(str, 'Of the page.', show_default='the recipes')=None,
-    out:option(Path, 'Folder that holds the Runs.', '--out', envvar='FASTBENCH_OUT')=Path(FOLDER),
+    out:Out=Path(FOLDER),
 ):
     "Write one page about kept Runs: phases, steps, memory, accuracy, comparison, raw data."
     if out.suffix.lower() in ('.html', '.htm'):
