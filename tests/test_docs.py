@@ -319,7 +319,7 @@ ASK = """async ([index, source, words]) => {
   await ask({type: 0, data: index});
   for (const o of words) res[o] = (await ask({type: 2, data: {input: o}})).data.items.map(i => index.items[i.id].location);
   return res }"""
-WANTED = {'Colab': 'tutorials/(cloud|install)', 'install': 'tutorials/install', 'GPU': 'tutorials/two_machines|explanations/gpu', 'bottleneck': 'tutorials/input', 'own data': 'tutorials/own_data',
+WANTED = {'Colab': 'tutorials/(cloud|install)', 'install': 'tutorials/install', 'GPU': 'tutorials/(two_machines|cuda_profile)|explanations/gpu', 'bottleneck': 'tutorials/input', 'own data': 'tutorials/own_data',
           'profile': 'tutorials/profile', 'compare': 'tutorials/two_machines|reference/compare.runs.html#compare$'}
 
 

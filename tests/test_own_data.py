@@ -507,4 +507,4 @@ def test_on_the_command_line(tmp_path):
     assert 'not comparable' in got.stderr and 'data.fingerprint' in got.stderr
     fastbench('compare', a, moved, cwd=tmp_path)
     got = run(tmp_path, '--label-col', 'x', code=2)
-    assert got.stderr.count('fastbench: ') == 1 and "label_col='x' has no effect" in got.stderr
+    assert got.stderr.count('fastbench: ') == 1 and '--label-col x has no effect' in got.stderr

@@ -165,9 +165,12 @@ def how_long(recipe, # What will run
 
 # %% ../../nbs/command/01_terminal.ipynb #c84ec25a
 def _as_typed(text):
-    "`precision='bf16'` as the command line takes it: `--set precision=bf16`"
+    "`precision='bf16'` as it is typed: `--precision bf16` where that option was used, else `--set precision=bf16`"
     fields = {k for o in kinds().values() for k in o.__dataclass_fields__}
-    def typed(m): return f'--set {m[1]}={m[2]}' if m[1] in fields else m[0]
+    given = {o.split('=')[0] for o in sys.argv}
+    def typed(m):
+        own = f"--{m[1].replace('_', '-')}"
+        return m[0] if m[1] not in fields else f'{own} {m[2]}' if own in given else f'--set {m[1]}={m[2]}'
     return re.sub(r"\b([a-z_]+)='([^' ]+)'", typed, text)
 
 def complain(e): # e: the error
