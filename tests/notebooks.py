@@ -1,10 +1,11 @@
 """Runs the code of every notebook, as nbdev-test does, but each in a process of its own: what one notebook leaves behind
 (a patched class, a setting read at import) is not there in the next. The processes are forked from one that has imported
-what all of them need.
+what all of them need. One that takes more than ten minutes hangs: it is ended, and says where it hung.
 
     python tests/notebooks.py [--flags bf16] [--n-workers 2]
 """
 import argparse
+import faulthandler
 import sys
 import time
 from multiprocessing import get_context
@@ -16,27 +17,30 @@ from nbdev.doclinks import nbglob
 from nbdev.test import test_nb
 
 ROOT = Path(__file__).resolve().parent.parent
+HANGS = 600  # seconds
 
 
 def run(fn, flags):
+    faulthandler.dump_traceback_later(HANGS, exit=True)
     passed, _ = test_nb(fn, skip_flags=get_config(ROOT/'nbs').tst_flags, force_flags=flags, basepath=ROOT)
     sys.exit(not passed)
 
 
 def run_all(files, flags, n, way):
-    "The notebooks that failed; `n` processes at a time, none a daemon, since a notebook starts processes of its own"
-    waiting, alive, failed = list(files), {}, []
+    "How long each notebook took and which failed; `n` processes at a time, none a daemon, since a notebook starts its own"
+    waiting, alive, took, failed = list(files), {}, {}, []
     while waiting or alive:
         while waiting and len(alive) < n:
             fn = waiting.pop(0)
             process = get_context(way).Process(target=run, args=(fn, flags))
             process.start()
-            alive[process.sentinel] = fn, process
+            alive[process.sentinel] = fn, process, time.time()
         for o in wait(list(alive)):
-            fn, process = alive.pop(o)
+            fn, process, start = alive.pop(o)
             process.join()
+            took[fn.relative_to(ROOT)] = time.time()-start
             if process.exitcode: failed.append(fn.relative_to(ROOT))
-    return sorted(failed)
+    return took, sorted(failed)
 
 
 def warm():
@@ -54,7 +58,8 @@ def main(argv):
     files = sorted(o.absolute() for o in nbglob(ROOT/'nbs', as_path=True))
     way = 'fork' if sys.platform.startswith('linux') else 'spawn'
     if way == 'fork': warm()
-    failed = run_all(files, args.flags.split(), args.n_workers, way)
+    took, failed = run_all(files, args.flags.split(), args.n_workers, way)
+    print('slowest: '+', '.join(f'{o} {took[o]:.0f} s' for o in sorted(took, key=took.get)[:-11:-1]))
     for o in failed: print(f'failed: {o}', file=sys.stderr)
     print(f'{len(files)-len(failed)} of {len(files)} notebooks passed in {time.time()-start:.0f} s')
     return bool(failed)

@@ -2,6 +2,7 @@
 import ast
 import importlib.util
 import os
+import queue
 import shutil
 import signal
 import subprocess
@@ -221,14 +222,17 @@ def test_a_moved_checkout_is_installed_again(boot, folder, tmp_path, monkeypatch
 
 
 @posix
-def test_two_at_once_install_once(boot, capsys):
-    waits = threading.Thread(target=boot.mod.setup)
+def test_two_at_once_install_once(boot, monkeypatch):
+    said = queue.Queue()
+    monkeypatch.setattr(boot.mod, 'say', said.put)
+    waits = threading.Thread(target=boot.mod.setup, daemon=True)
     with boot.mod.locked():
         waits.start()
-        while 'waiting for it' not in capsys.readouterr().err: assert waits.is_alive()
+        assert 'waiting for it' in said.get(timeout=60)
         boot.python()
         boot.mod.write_stamp(boot.mod.fingerprint())
-    waits.join()
+    waits.join(60)
+    assert not waits.is_alive()
     assert boot.names() == []
 
 
