@@ -14,6 +14,7 @@ import pytest
 
 from fastbench.bench import launch as module
 from fastbench.machine.download import DataUnavailable
+from fastbench.bench.child import Stop
 from fastbench.bench.launch import CannotStart, Interrupted, launch
 from fastbench.errors import UserError
 from fastbench.recipe import get_recipe
@@ -234,7 +235,7 @@ def test_loader_processes_start_as_in_any_training(tmp_path):
 
 @pytest.mark.parametrize('phase,asked,raises', [('start', [1], True), ('fit', [1], False), ('fit', [1, 1], True), ('fit', [1, 2], False), ('done', [1, 1, 2], False)])
 def test_when_a_wish_is_an_interrupt(phase, asked, raises):
-    stop,n = module._Stop(),0
+    stop,n = Stop(),0
     stop.phase = phase
     for o in (*asked, *asked):
         try: stop.handle(o, None)

@@ -260,7 +260,7 @@ def test_a_failed_run_has_the_users_part_of_the_traceback(home):
     ('pair', 2, 'the second is a function that fits it'), ('needs', 2, 'needs path, bs: give the parameter a default'),
     ('asks', 4, 'it asks for input, and nobody is there to answer'), ('loud', 4, 'line 199999'), ('dies', 4, 'exit code 3'),
     ('later', 2, 'is async'), ('mak', 2, "did you mean 'make'"), ('threads', 0, 'changed threads from'),
-    ('seeds', 0, 'seeds random numbers itself'), ('starts', 0, '1 processes that the training started still ran')])
+    ('seeds', 0, 'seeds random numbers itself'), ('starts', 0, '1 process that the training started still ran')])
 def test_what_is_wrong_is_said(home, tmp_path, name, code, said):
     got = cli('run', home/f'train.py:{name}', '--out', tmp_path/'r', cwd=tmp_path)
     text = got.stdout + got.stderr

@@ -22,7 +22,7 @@ TORCH_FREE = '''
     errors rules experiments measure.bound vision.images vision.kinds vision.sources text.kinds text.sources text.split
     draw.kept data.place data.fingerprint data.table data.folders data.parts data.images data.texts
     recipe runs.figures runs.record machine.environment machine.noise compare.doctor measure.phases
-    measure.palette measure.table compare.ladder compare.precision runs.store runs.query bench.launch
+    measure.palette measure.table compare.ladder compare.precision runs.store runs.query bench.child bench.launch
     compare.verdict compare.sides compare.runs compare.ab page.charts page.html page.raw page.sections page.details
     page.report command.terminal cli machine.download'''.split()
 HEAVY = 'torch torchvision fastai transformers timm pandas matplotlib'.split()

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fastbench.bench.processes import launch_processes
+from fastbench.bench.processes import STRATEGIES, launch_processes
 from fastbench.errors import UserError
 from fastbench.measure.phases import SYNCS
 from fastbench.recipe import get_recipe
@@ -29,6 +29,12 @@ def launched(tmp_path, what='', tell=None, **options):
     run = load(launch_processes(get_recipe(TROUBLE, what=what), 2, tmp_path, tell, device='cpu', **options))
     assert not left()
     return run
+
+
+def test_the_strategies_known_without_torch_are_those_there():
+    import fastbench.distributed.ddp, fastbench.distributed.fsdp, fastbench.distributed.zero_state  # noqa: E401,F401
+    from fastbench.distributed.strategy import strategies
+    assert set(STRATEGIES) == set(strategies)
 
 
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])

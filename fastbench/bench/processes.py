@@ -12,7 +12,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from .launch import GRACE, CannotStart, Signals, failed_run, outcome, pack
+from .child import pack
+from .launch import GRACE, CannotStart, Signals, failed_run, outcome
 from ..distributed.board import Board, blame
 from ..errors import UserError, unknown
 from ..machine.environment import worker_cores

@@ -6,11 +6,11 @@
 __all__ = ['of_rank', 'check_same', 'train_rank', 'worst', 'main']
 
 # %% ../../nbs/bench/05_rank.ipynb #d5e65715
-import json, os, pickle, signal, sys, time
+import json, os, pickle, signal, sys
 from pathlib import Path
 
-from .launch import quiet_process
-from ..distributed.board import Board, Lookout, is_echo
+from .child import quiet_process
+from ..distributed.board import Board, Lookout
 from ..errors import UserError
 from ..machine.environment import host_id
 
@@ -111,8 +111,11 @@ def _without_others(run):
     run.noise.pop('others', None)
     run.warnings = [o for o in run.warnings if not o.startswith('busy machine')]
 
-class _Failed(Exception):
-    def __init__(self, run): self.run = run
+class _Failed(RuntimeError):
+    "The Run of this process says that it failed, and how"
+    def __init__(self, run):
+        self.run = run
+        super().__init__('\n'.join([run.error, *run.traceback.splitlines()[-3:]]))
 
 # %% ../../nbs/bench/05_rank.ipynb #98b806ef
 class _Progress:
@@ -135,19 +138,13 @@ def main(path:str # Of the file that says what to train
             signal.signal(signal.SIGTERM, look.ask)
             board.say('result', last=train_rank(spec, board, look))
         code = 0
-    except _Failed as e: board.say('error', **_of_run(e.run))
+    except _Failed as e: board.failed(e, e.run.error, e.run.traceback)
     except KeyboardInterrupt: board.say('result', last=('interrupted',))
     except BaseException as e: board.failed(e)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
-
-# %% ../../nbs/bench/05_rank.ipynb #dfae35c2
-def _of_run(run):
-    end = '\n'.join([run.error, *run.traceback.splitlines()[-3:]])
-    return dict(line=run.error, kind='', of_user=False, echo=is_echo(RuntimeError(end)),
-                traceback=run.traceback, time=time.time())
 
 # %% ../../nbs/bench/05_rank.ipynb #20f29c51
 if __name__ == '__main__' and sys.argv[1:] and sys.argv[1].endswith('spec.pkl'): main(sys.argv[1])

@@ -68,12 +68,13 @@ def is_echo(e # An error
 
 # %% ../../nbs/distributed/10_board.ipynb #f497377d
 @patch
-def failed(self:Board, e): # The error
+def failed(self:Board, e, # The error
+           line:str='', # It in words, where Python's are not the best
+           where:str=''): # Its traceback, where that of `e` is not the one
     "Say why this process ends"
-    if isinstance(e, UserError): line = str(e)
-    else: line = ' '.join(f'{type(e).__name__}: {e}'.split())
-    self.say('error', line=line, kind=type(e).__name__, of_user=isinstance(e, UserError), echo=is_echo(e),
-             traceback=''.join(traceback.format_exception(e)), time=time.time())
+    line = line or (str(e) if isinstance(e, UserError) else ' '.join(f'{type(e).__name__}: {e}'.split()))
+    self.say('error', line=line, of_user=isinstance(e, UserError), echo=is_echo(e),
+             traceback=where or ''.join(traceback.format_exception(e)), time=time.time())
 
 # %% ../../nbs/distributed/10_board.ipynb #6a1cda1f
 @patch
@@ -138,7 +139,7 @@ def _watch(self:Lookout):
 def _end(self:Lookout, why):
     faulthandler.dump_traceback(self.file)
     if not self.board.file('error').exists():
-        self.board.say('error', line=why, kind='', of_user=False, echo=True, traceback='', time=time.time())
+        self.board.say('error', line=why, of_user=False, echo=True, traceback='', time=time.time())
     os._exit(70)
 
 # %% ../../nbs/distributed/10_board.ipynb #a770084e
