@@ -169,7 +169,7 @@ class AB:
                  **compared, # Of `Compared`: on, anyway, threshold
         ):
         if pairs < 1: raise UserError(f'pairs={pairs} cannot be: 1 or more, {MIN_RUNS} for a verdict')
-        self.recipes,self.pairs,self.budget,self.early = (a, b),pairs,budget,early
+        self.recipes,self.pairs,self.budget,self.early,self.first = (a, b),pairs,budget,early,None
         self.run,self.folder,self.tell,self.compared = run,folder,tell,compared
         self.random,self.clock,self.start = Random(seed),clock,clock()
         self.looks,self.looked,self.why,self.level = looks(pairs)[:-1],0,'',None
@@ -199,7 +199,7 @@ def _one(self:AB, k, turn):
 @patch
 def measure(self:AB):
     "One more pair"
-    first = self.random.randrange(2)
+    first = self.first = 1-self.first if len(self.a)%2 else self.random.randrange(2)
     got = {k: self._one(k, turn) for turn,k in enumerate((first, 1-first))}
     self.a.append(got[0])
     self.b.append(got[1])
