@@ -250,6 +250,14 @@ def test_light_rooms_import_nothing_heavy(name):
     assert out.strip() == '[]'
 
 
+def test_a_run_in_one_process_imports_nothing_that_only_several_need():
+    out = python("""import sys, fastai.data.all
+had = set(sys.modules)
+import fastbench.bench.run
+print([o for o in ('torch.distributed.tensor', 'torch.distributed.checkpoint', 'triton') if o in sys.modules and o not in had])""")
+    assert out.strip() == '[]'
+
+
 # Importing changes nothing
 
 UNCHANGED = """

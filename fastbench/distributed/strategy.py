@@ -18,10 +18,10 @@ from fastai.torch_core import get_model
 from fastcore.basics import noop, patch
 from fastcore.xtras import join_path_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..errors import UserError, unknown
 from ..machine.group import any_rank, backend, barrier, environment_of_group, rank, world_size
+from ..machine.shards import is_part
 from ..measure.clock import train_device, train_precision
 
 # %% ../../nbs/distributed/02_strategy.ipynb #e8f3be29
@@ -155,7 +155,7 @@ def is_sharded(model # An `nn.Module`
     )->bool:
     "Is every weight of a model held in parts?"
     params = list(model.parameters())
-    return bool(params) and all(isinstance(p, DTensor) or hasattr(p, 'ds_tensor') for p in params)
+    return bool(params) and all(is_part(p) or hasattr(p, 'ds_tensor') for p in params)
 
 def _of_callback(learn, cls, attr): return next((getattr(o, attr) for o in learn.cbs if isinstance(o, cls)), None)
 
@@ -176,7 +176,7 @@ def own_part(t # A tensor, a `DTensor`, or a weight of which DeepSpeed holds a p
     )->torch.Tensor:
     "What this process holds of a tensor"
     if hasattr(t, 'ds_tensor'): return t.ds_tensor.detach()
-    return (t.to_local() if isinstance(t, DTensor) else t).detach()
+    return (t.to_local() if is_part(t) else t).detach()
 
 def _own(t): return own_part(t).reshape(-1)
 

@@ -11,7 +11,6 @@ from copy import deepcopy
 from time import perf_counter
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..compat import linear_pointwise
 from .download import cache_dir
@@ -29,6 +28,7 @@ def count_flops(model, # The model, on its device
     except Exception as e:
         raise UserError(f'cannot count FLOPs: the model cannot be copied ({e}); profile without flops=True') from e
     copy.train()
+    from torch.utils.flop_counter import FlopCounterMode  # which brings Triton, a quarter of a second
     devices = [xb[0].device] if getattr(xb[0], 'is_cuda', False) else []
     with torch.random.fork_rng(devices), FlopCounterMode(display=False) as counter:
         pred = copy(*xb)

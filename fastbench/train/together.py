@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from ..machine.group import all_or_none, rank, sum_over_ranks, world_size
-from ..machine.shards import load_parts, mesh_of, put_parts, save_parts, take_parts
+from ..machine.shards import mesh_of, put_parts, take_parts
 from .checkpoint import (STATE, begin_checkpoint, check_file, checksum, end_checkpoint, keep_newest,
                                         read_state, read_tensors, save_checkpoint, tensor_bytes, whole_or_damaged,
                                         write_tensors)
@@ -46,6 +46,7 @@ def _write_own(tmp, common, own):
 
 # %% ../../nbs/train/13_together.ipynb #325b1886
 def _write_parts(tmp, parts):
+    from fastbench.machine.shard_files import save_parts
     names = save_parts(parts, tmp/'parts')
     return {f'parts/{o}': dict(bytes=(tmp/'parts'/o).stat().st_size, crc32=checksum(tmp/'parts'/o)) for o in names}
 
@@ -107,6 +108,7 @@ def _read(path, header, learn):
     own = _of_rank(path, header, rank(), is_elsewhere(header))
     state = _joined(read_state(path), own)
     if not (Path(path)/'parts').is_dir(): return state
+    from fastbench.machine.shard_files import load_parts
     return put_parts(state, whole_or_damaged(path, lambda: load_parts(Path(path)/'parts', mesh_of(learn.model))))
 
 # %% ../../nbs/train/13_together.ipynb #ce3f9d68

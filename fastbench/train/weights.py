@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..machine.group import all_or_none, rank
-from ..machine.shards import load_parts, put_parts, whole
+from ..machine.shards import put_parts, whole
 from .checkpoint import STATE, check_file, read_header, read_tensors, whole_or_damaged
 from .state import tied_weights
 
@@ -55,5 +55,7 @@ def export_weights(checkpoint, # Its folder
     weights = whole_or_damaged(path, lambda: (state['fit']['weights'] if 'fit' in state else state)['model'])
     parts = [o for o in header.get('files', {}) if o.startswith('parts/')]
     for o in parts: check_file(path, o, header['files'][o])
-    if parts: weights = put_parts(weights, whole_or_damaged(path, lambda: load_parts(path/'parts')))
+    if parts:
+        from fastbench.machine.shard_files import load_parts
+        weights = put_parts(weights, whole_or_damaged(path, lambda: load_parts(path/'parts')))
     return _write_weights(file, weights, header.get('tied', {}))
