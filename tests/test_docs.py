@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import types
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -198,35 +199,6 @@ def test_every_field_of_a_run_is_described(built):
 
 # In a browser
 
-def test_no_page_asks_another_host_says_an_error_or_scrolls_sideways(site, url, browser):
-    context = browser.new_context(viewport=dict(width=390, height=800))
-    page, requests, console, wide = context.new_page(), [], [], []
-    page.on('request', lambda o: requests.append(o.url))
-    page.on('console', lambda o: console.append((page.url, o.text)) if o.type in ('error', 'warning') else None)
-    page.on('pageerror', lambda o: console.append((page.url, str(o))))
-    page.on('response', lambda o: console.append((o.url, o.status)) if o.status >= 400 else None)
-    small = json.loads((site/'search.json').read_text(encoding='utf-8'))
-    small['items'] = small['items'][:3]  # its index is the same on each page, and takes most of the time
-    some = [o for o in pages(site) if not o.startswith('source/')] + ['source/compare.runs.html', 'source/benchmarks/gains.html']
-    for i, o in enumerate(some):
-        if i == 3: context.route('**/search.json', lambda r: r.fulfill(json=small))
-        page.goto(url + o)
-        if page.evaluate('document.documentElement.scrollWidth > document.documentElement.clientWidth'): wide.append(o)
-    context.close()
-    assert {o for o in requests if not o.startswith(url) and not o.startswith(('data:', 'blob:', 'about:'))} == set()
-    assert console == [] and wide == []
-
-
-def test_code_fits_its_box_on_a_desktop(site, url, browser):
-    context = browser.new_context(viewport=dict(width=1280, height=900))
-    page, wide = context.new_page(), []
-    for o in [*(o for o in pages(site) if not o.startswith('source/')), 'source/text.hf.html']:
-        page.goto(url + o)
-        wide += [(o, t) for t in page.evaluate('''[...document.querySelectorAll("pre code, .output.html")].filter(e => e.clientWidth && e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 80))''')]
-    context.close()
-    assert not wide, "\n".join(map(str, wide))
-
-
 # [text, ratio] of every text, colours that let something through painted over each other
 CONTRASTS = """() => {
   const g = Object.assign(document.createElement('canvas'), {width: 1, height: 1}).getContext('2d', {willReadFrequently: true}), seen = new Map(), res = [];
@@ -244,14 +216,55 @@ CONTRASTS = """() => {
   return res }"""
 
 
+BOXES = """() => [...document.querySelectorAll("pre code, .output.html")].filter(e => e.clientWidth && e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 80))"""
+
+
+def is_prose(o): return o in SOME or o.startswith(('tutorials/', 'explanations/')) and not o.endswith('index.html')
+
+
+@pytest.fixture(scope='module')
+def seen(site, url, browser):
+    "Every page, opened once: what it asked for and complained of, what is wider than a phone or its box, and the contrasts of its text in both schemes"
+    context = browser.new_context(viewport=dict(width=390, height=800))
+    page, res = context.new_page(), types.SimpleNamespace(requests=[], console=[], wide=[], boxes=[], contrasts=[])
+    page.on('request', lambda o: res.requests.append(o.url))
+    page.on('console', lambda o: res.console.append((page.url, o.text)) if o.type in ('error', 'warning') else None)
+    page.on('pageerror', lambda o: res.console.append((page.url, str(o))))
+    page.on('response', lambda o: res.console.append((o.url, o.status)) if o.status >= 400 else None)
+    small = json.loads((site/'search.json').read_text(encoding='utf-8'))
+    small['items'] = small['items'][:3]  # its index is the same on each page, and takes most of the time
+    some = [o for o in pages(site) if not o.startswith('source/')] + ['source/compare.runs.html', 'source/text.hf.html', 'source/benchmarks/gains.html']
+    for i, o in enumerate(some):
+        if i == 3: context.route('**/search.json', lambda r: r.fulfill(json=small))
+        page.goto(url + o)
+        if page.evaluate('document.documentElement.scrollWidth > document.documentElement.clientWidth'): res.wide.append(o)
+        page.set_viewport_size(dict(width=1280, height=900))
+        res.boxes += [(o, t) for t in page.evaluate(BOXES)]
+        if is_prose(o): page.add_style_tag(content='* {transition: none !important}')  # colours change at once
+        for dark in [False, True]*is_prose(o):
+            page.emulate_media(color_scheme='dark' if dark else 'light')
+            back = page.evaluate('getComputedStyle(document.body).backgroundColor')
+            res.contrasts.append((o, dark, page.evaluate(CONTRASTS), sum(map(int, re.findall(r'\d+', back)[:3])) < 200))
+        page.emulate_media(color_scheme='light')
+        page.set_viewport_size(dict(width=390, height=800))
+    context.close()
+    return res
+
+
+def test_no_page_asks_another_host_says_an_error_or_scrolls_sideways(seen, url):
+    assert {o for o in seen.requests if not o.startswith(url) and not o.startswith(('data:', 'blob:', 'about:'))} == set()
+    assert seen.console == [] and seen.wide == []
+
+
+def test_code_fits_its_box_on_a_desktop(seen): assert not seen.boxes, "\n".join(map(str, seen.boxes))
+
+
 @pytest.mark.parametrize('dark', [False, True])
-def test_text_can_be_read(site, url, visit, dark):
-    for o in [*SOME, *(o for o in pages(site) if o.startswith(('tutorials/', 'explanations/')) and not o.endswith('index.html'))]:
-        v = visit(url + o, dark=dark)
-        got = v.evaluate(CONTRASTS)
-        assert len(got) > 60 and [x for x in got if x[2] < 4.5] == [], o
-        back = v.evaluate('getComputedStyle(document.body).backgroundColor')
-        assert (sum(map(int, re.findall(r'\d+', back)[:3])) < 200) == dark
+def test_text_can_be_read(seen, dark):
+    got = [o for o in seen.contrasts if o[1] == dark]
+    assert len(got) > 30
+    for o, _, found, is_dark in got:
+        assert is_dark == dark and len(found) > 60 and [x for x in found if x[2] < 4.5] == [], o
 
 
 # The search lives in a shadow root that is closed, also for a test

@@ -202,7 +202,7 @@ def test_the_searching_model_is_gone_when_the_largest_batch_trains(gpu):
     with pytest.MonkeyPatch.context() as m:
         m.setattr(run_module, '_build', build)
         quiet(device='cuda', bs=16)
-        quiet(device='cuda', bs='largest', memory='600MB')
+        quiet(device='cuda', bs='largest', memory='250MB')
     assert held[1] <= 1.1*held[0] + 2**20
 
 

@@ -34,7 +34,7 @@ def train(data, minilm, pretrained):
     torch.manual_seed(0)
     dls = hf_dls(data[0], minilm, valid=data[1][:20], max_length=32, bs=16, workers=0, device='cpu')
     learn = hf_learner(dls, minilm, pretrained=pretrained, opt_func=fused_adamw)
-    with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(4, 4e-4)
+    with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(3, 4e-4)
     return learn, sum(a[0] == b for a,b in zip(learn.predict(data[1].text.tolist()), data[1].label))/len(data[1])
 
 

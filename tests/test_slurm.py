@@ -92,8 +92,8 @@ from fastbench.bench.slurm import Slurm
 from fastbench.recipe import get_recipe
 from fastbench.runs.store import load
 def tell(o): print(o['phase'], o.get('line', ''), flush=True)
-more = dict(checkpoint_every='4steps') if sys.argv[3:] else {}
-try: path = launch_processes(get_recipe(sys.argv[1], what='slow'), 1, sys.argv[2], tell, place=Slurm(nodes=2, goes_on=bool(more)), device='cpu', **more)
+more = dict(checkpoint_every='4steps') if sys.argv[4:] else {}
+try: path = launch_processes(get_recipe(sys.argv[1], what='slow', epochs=int(sys.argv[3])), 1, sys.argv[2], tell, place=Slurm(nodes=2, goes_on=bool(more)), device='cpu', **more)
 except Interrupted as e: print('interrupted', e.path, load(e.path).status if e.path else '', flush=True)
 else: print('kept', load(path).status, load(path).error, flush=True); print('file', path, flush=True)
 '''
@@ -101,8 +101,8 @@ else: print('kept', load(path).status, load(path).error, flush=True); print('fil
 
 @pytest.fixture
 def beside(slurm, tmp_path, request):
-    "A job that takes a while, followed by another process"
-    p = subprocess.Popen([sys.executable, '-c', SCRIPT, TROUBLE, tmp_path, *getattr(request, 'param', ())], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    "A job that takes a while (given its epochs, of 3 s each), followed by another process"
+    p = subprocess.Popen([sys.executable, '-c', SCRIPT, TROUBLE, tmp_path, *getattr(request, 'param', ['1'])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said = []
     def until(*words):
         while line := p.stdout.readline():
@@ -119,12 +119,17 @@ def beside(slurm, tmp_path, request):
 def number(line): return re.search(r'job (\d+)', line)[1]
 
 
+LONG = pytest.mark.parametrize('beside', [['100']], indirect=True)  # it is over when it is ended, on a busy machine too
+
+
+@LONG
 def test_ctrl_c_ends_the_job_after_the_step_and_keeps_the_run(beside, tmp_path):
     beside.until('train')
     beside.send_signal(signal.SIGINT)
     assert 'interrupted' in beside.until('interrupted').split()[2:] and not jobs()
 
 
+@LONG
 def test_a_cancelled_job_stays_cancelled(beside):
     n = number(beside.until('is submitted'))
     beside.until('train')
@@ -134,7 +139,7 @@ def test_a_cancelled_job_stays_cancelled(beside):
     assert not jobs()
 
 
-@pytest.mark.parametrize('beside', [['checkpoints']], indirect=True)
+@pytest.mark.parametrize('beside', [['1', 'checkpoints']], indirect=True)
 def test_a_preempted_job_goes_on_from_its_checkpoint_exactly(beside, slurm, tmp_path):
     preempt(beside)
     run = load(beside.until('file').split(' ', 1)[1])
