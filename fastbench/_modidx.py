@@ -733,7 +733,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'fastbench.command.ladder.ladder': ('command/ladder.html#ladder', 'fastbench/command/ladder.py')},
             'fastbench.command.launch': { 'fastbench.command.launch._dry_run': ( 'command/launch.html#_dry_run',
                                                                                  'fastbench/command/launch.py'),
-                                          'fastbench.command.launch._place': ('command/launch.html#_place', 'fastbench/command/launch.py'),
                                           'fastbench.command.launch.launch': ('command/launch.html#launch', 'fastbench/command/launch.py')},
             'fastbench.command.options': { 'fastbench.command.options.Precision': ( 'command/options.html#precision',
                                                                                     'fastbench/command/options.py'),

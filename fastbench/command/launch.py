@@ -18,22 +18,6 @@ from ..errors import UserError
 from ..recipe import but, get_recipe
 from ..runs.store import FOLDER, check_folder, load
 
-# %% ../../nbs/command/11_launch.ipynb #53c0c7b1
-def _place(nodes, slurm, hosts, goes_on, asks):
-    "Where the processes run; None: here"
-    if hosts and (slurm or nodes and nodes != len(hosts)):
-        raise UserError('--hosts names the machines, and ssh starts the processes there: leave out --slurm and --nodes')
-    if slurm:
-        from fastbench.bench.slurm import Slurm
-        return Slurm(nodes or 1, goes_on=goes_on, told=shlex.join(['fastbench', *sys.argv[1:]]), **asks)
-    for o in ('partition', 'time', 'options'):
-        if asks[o]: raise UserError(f"--{dict(options='sbatch').get(o, o)} is for a cluster: add --slurm")
-    if hosts:
-        from fastbench.bench.hosts import Hosts
-        return Hosts(hosts)
-    if (nodes or 1) > 1:
-        raise UserError(f'--nodes {nodes}: which machines? --slurm asks a cluster for them, --hosts a,b names them')
-
 # %% ../../nbs/command/11_launch.ipynb #b6bab15e
 @app.command(epilog=example('fastbench launch docstrings-distilbert --nproc 2 --strategy fsdp'))
 @placed
