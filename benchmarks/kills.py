@@ -31,7 +31,7 @@ import fastbench.distributed.fsdp  # else each forked process would import it
 import fastbench.distributed.learner  # adds distributed
 import fastbench.distributed.ranks
 from fastbench.callback.ema import EMACallback
-from fastbench.machine.shards import load_parts
+from fastbench.machine.shard_files import load_parts
 from fastbench.train.checkpoint import check_file, checkpoints, read_header, read_state
 from fastbench.train.learner import BenchLearner
 from fastbench.train.optimizer import fused_adamw
