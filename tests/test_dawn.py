@@ -295,7 +295,7 @@ def test_airbench_on_a_gpu_is_half_and_launches_little(gpu, monkeypatch):
         def __init__(self, order): self.order = order
         def __call__(self, event):
             if getattr(self.learn, 'training', False): marks.append((event, self.order, gpu.launches-sum(turned), len(gpu.waits)))
-    data = [(torch.randn(16, 3, 32, 32).cuda(), torch.randint(10, (16,)).cuda()) for _ in range(6)]
+    data = [(torch.randn(4, 3, 32, 32).cuda(), torch.randint(10, (4,)).cuda()) for _ in range(5)]
     net = small_net('airbench', 3, 10, 'gelu', images=torch.randn(8, 3, 32, 32)).to(memory_format=torch.channels_last)
     learn = BenchLearner(DataLoaders(data, data[:1]), net.cuda(), loss_func=nn.CrossEntropyLoss(label_smoothing=.2), opt_func=muon, lr=.24, cbs=EMACallback(.99)).to_half('fp16')
     with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=[Marks(-1e9), Marks(1e9)])
