@@ -7,6 +7,13 @@ import pytest
 from browser import browser, visit  # fixtures, for pages
 
 ROOT = Path(__file__).resolve().parent.parent
+# files that take a minute and more, those that mostly wait at the very beginning: what is long and begins last is waited for by all
+LONG = [f'test_{o}.py' for o in ('slurm', 'docs', 'own', 'hosts', 'waits', 'resume', 'on_gpu', 'dawn', 'batch_size', 'report', 'packed', 'processes', 'launch', 'real_model', 'kinds', 'device_clock')]
+
+
+def pytest_collection_modifyitems(items):
+    "The long files first; needs xdist's --no-loadscope-reorder"
+    items.sort(key=lambda o: LONG.index(o.path.name) if o.path.name in LONG else len(LONG))
 
 
 @pytest.fixture(scope='session')

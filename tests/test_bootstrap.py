@@ -387,7 +387,7 @@ def test_test_runs_both_parts(boot, monkeypatch, codes, expect):
     assert boot.mod.main(['test', '-k', 'one']) == expect
     (notebooks, where, threads), (pytests, there, _) = ran
     assert notebooks[-4:] == ['--flags', 'bf16', '--n-workers', '3'] and where == 'nbs' and threads == '2'
-    assert pytests[-8:] == ['-m', 'pytest', '-n', '3', '--dist', 'loadfile', '-k', 'one'] and there == 'a folder'
+    assert pytests[-9:] == ['-m', 'pytest', '-n', '4', '--dist', 'loadfile', '--no-loadscope-reorder', '-k', 'one'] and there == 'a folder'
 
 
 @pytest.mark.parametrize('printed, expect', [(b'True\n', ['--flags', 'bf16']), (b'False\n', []), (b'', [])])
