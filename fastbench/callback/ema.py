@@ -27,8 +27,8 @@ def _by_kind(pairs):
 
 # %% ../../nbs/callback/04_ema.ipynb #c947b30c
 @torch.no_grad()
-def lerp(pairs, # Of tensors: new, averaged
-         decay:float|None, # Share of the average that is kept, 0 to 1; None: what is new is copied
+def lerp(pairs, # Pairs of tensors: new, averaged
+         decay:float|None, # Share of the average that is kept, 0 to 1; None: copy the new values
     ):
     "Move averages towards new values"
     for (_,dtype),(new,old) in _by_kind(pairs).items():
@@ -41,12 +41,12 @@ def lerp(pairs, # Of tensors: new, averaged
 
 # %% ../../nbs/callback/04_ema.ipynb #e9edd027
 class EMACallback(Callback):
-    "Keep an exponential moving average of weights and buffers; validate with it, and end a fit with it"
+    "Keep an exponential moving average of weights and buffers; validate with it, and keep it after the fit"
     order,name = 85,'ema'
     def __init__(self,
         decay:float=.998, # Share of the old average kept at each step, 0 to 1
         every:int=1, # Steps between updates; the decay of one update is `decay**every`
-        keep:bool=True, # Leave the average in the model after the fit (the raw weights otherwise)
+        keep:bool=True, # Leave the average in the model after the fit (otherwise the raw weights)
     ):
         if not 0 <= decay < 1:
             raise UserError(f'decay={decay!r} cannot be: a share from 0 to below 1, near 1 for a long average')
@@ -57,7 +57,7 @@ class EMACallback(Callback):
 # %% ../../nbs/callback/04_ema.ipynb #2a6ec272
 @patch
 def before_train(self:EMACallback):
-    "Begin an average, once a fit"
+    "Start an average, once per fit"
     if self._on: return
     self.average = AveragedModel(self.learn.model, use_buffers=True)
     self._on,self._steps,self._updates = True,0,0
@@ -65,7 +65,7 @@ def before_train(self:EMACallback):
 
 @patch
 def after_batch(self:EMACallback):
-    "Count a step, and update at each `every`th"
+    "Count a step, and update the average every `every` steps"
     if not self.training: return
     self._steps += 1
     if self._steps % self.every == 0: self._update()
@@ -85,17 +85,17 @@ def before_validate(self:EMACallback):
 
 @patch
 def after_validate(self:EMACallback):
-    "Train on with the raw weights"
+    "Continue training with the raw weights"
     self._swap(False)
 
 @patch
 def after_cancel_validate(self:EMACallback):
-    "Train on with the raw weights"
+    "Continue training with the raw weights"
     self._swap(False)
 
 @patch
 def after_fit(self:EMACallback):
-    "End with the average, if it is to be kept"
+    "Put the average into the model if `keep`"
     if not self._on or self.learn.lock.locked(): return  # a validation inside the fit ends, not the fit
     keep = self.keep and self._updates > 0
     self._stop()
@@ -116,23 +116,23 @@ def _pairs(self:EMACallback):
 
 @patch
 def _swap(self:EMACallback, averaged):
-    "The model holds the average, or its own weights"
+    "Put the average, or the raw weights, into the model"
     if bool(averaged) == self._swapped: return
     for a,b in self._pairs(): a.data,b.data = b.data,a.data
     self._swapped = bool(averaged)
 
 # %% ../../nbs/callback/04_ema.ipynb #6b382679
 @patch
-def state_dict(self:EMACallback)->dict: # Empty where no fit is under way
-    "The average, and how far it is"
+def state_dict(self:EMACallback)->dict: # Empty outside a fit
+    "The average, with the number of steps and updates"
     if not self._on: return {}
     m = self.average.module
     return dict(average=[o.detach() for o in (*m.parameters(), *m.buffers())], steps=self._steps, updates=self._updates)
 
 @patch
-def load_state_dict(self:EMACallback, state:dict # Of `state_dict`
+def load_state_dict(self:EMACallback, state:dict # From `state_dict`
     ):
-    "Go on from there"
+    "Restore the average, steps and updates"
     if not state: return
     self.before_train()
     m = self.average.module

@@ -24,14 +24,14 @@ THEME = dict(  # name -> on white, on black
     series4=('#b3456a', '#e0819f'), series5=('#7b7722', '#bdb75a'), good=('#1d7a3a', '#57b877'),
     bad=('#c02b33', '#f2777c'), warm=('#9c6500', '#e0b04a'))
 
-def colour_of(name # Of a phase, a series, a meaning
-    )->str: # On white
-    "The colour of a thing"
+def colour_of(name # Name in `THEME`: an action, a series, ...
+    )->str: # Colour for light mode
+    "Colour for a name"
     return THEME[name if name in THEME else 'other'][0]
 
-def series(i:int # Which
-    )->str: # A colour
-    "The colour of a side, or of a line among others"
+def series(i:int # Index
+    )->str: # Colour for light mode
+    "Colour of the i-th side or line"
     return colour_of(f'series{i % 6}')
 
 # %% ../../nbs/measure/02_palette.ipynb #615d574b
@@ -39,46 +39,46 @@ def axes(ax, # matplotlib axes; made if None
          height:float, # Inches
          width:float=4.8, # Inches
     ): # The axes
-    "Axes of a size that can be read on a phone, if none are given"
+    "Prepare `ax`, or make axes that are readable on a phone"
     if ax is None:
         import matplotlib.pyplot as plt
         _,ax = plt.subplots(figsize=(width, height), layout='constrained')
     ax.spines[['top', 'right']].set_visible(False)
     return ax
 
-def legend(ax, # Above these axes
-           handles=None, # What to name; all that has a label if None
-           ncols:int=3, # Side by side
+def legend(ax, # matplotlib axes
+           handles=None, # Legend handles; None: everything that has a label
+           ncols:int=3, # Number of columns
     ):
-    "Name the colours, above the picture"
+    "Put a legend above the axes"
     if handles is None: handles = ax.get_legend_handles_labels()[0]
     look = dict(borderaxespad=.2, frameon=False, fontsize=9, handlelength=1.2, columnspacing=1.2)
     if handles: ax.legend(handles=handles, loc='lower left', bbox_to_anchor=(0, 1), ncols=ncols, **look)
 
-def beside(ax, # In these axes
-           x, # Where a bar ends
-           y, # Which bar
-           text:str, # What to say
+def beside(ax, # matplotlib axes
+           x, # End of the bar
+           y, # Position of the bar
+           text:str, # Text to write
     ):
-    "Words at the end of a bar"
+    "Write text at the end of a bar"
     ax.annotate(text, (x, y), (3, 0), textcoords='offset points', va='center', fontsize=9)
 
 # %% ../../nbs/measure/02_palette.ipynb #11f0a340
 def unit_of(xs:list # Seconds
-    )->tuple: # Its name, how many make a second
-    "The unit that fits most of `xs`"
+    )->tuple: # Name of the unit, units per second
+    "Unit that fits most of `xs`"
     mid = median(xs)
     return ('s', 1.) if mid >= 1 else ('ms', 1e3) if mid >= 1e-3 else ('µs', 1e6)
 
 # %% ../../nbs/measure/02_palette.ipynb #a745df67
-def stacked_steps(means:list, # For each bar a dict: action -> mean seconds, `step` the whole
-                  labels:list, # What to call the bars
-                  leaves, # Actions, in the order in which they are drawn
+def stacked_steps(means:list, # One dict per bar: action -> mean seconds, `step` for the whole
+                  labels:list, # Labels of the bars
+                  leaves, # Actions in drawing order
                   ax=None, # matplotlib axes; made if None
-                  what:str='an average step', # What a bar is
-                  seconds=lambda x: f'{x:.3g} s', # How to write the whole
+                  what:str='an average step', # What a bar shows
+                  seconds=lambda x: f'{x:.3g} s', # Formats the total
     ): # The axes
-    "Bars of what steps are made of; what is below half a percent everywhere is drawn together"
+    "Draw the parts of steps as stacked bars; parts below half a percent everywhere become `other`"
     if not any(m.get('step') for m in means): raise UserError('there is nothing to draw: no step was measured')
     leaves = [a for a in leaves if any(m.get(a) for m in means)]
     small = [a for a in leaves if all(m.get(a, 0.) < .005*m.get('step', 0.) for m in means)]
@@ -93,7 +93,7 @@ def stacked_steps(means:list, # For each bar a dict: action -> mean seconds, `st
     return ax
 
 def _stack(ax, y, mean, shown, f, seconds):
-    "One bar of `mean`, `f` units a second"
+    "Draw one bar of `mean`, with `f` units per second"
     left = 0.
     for a in shown:
         ax.barh(y, f*mean.get(a, 0.), left=left, color=colour_of(a), height=.62)

@@ -22,8 +22,8 @@ class Trace:
     "A watcher of a `Stopwatch`: records `steps` steps after `wait` steps and writes them to `path`"
     def __init__(self,
         path, # File to write, `.json` or `.json.gz`
-        steps:int=10, # Steps recorded
-        wait:int=1, # Steps passed over first
+        steps:int=10, # Number of steps to record
+        wait:int=1, # Number of steps to skip first
     ):
         self.path,self.steps,self.wait,self.seen = Path(path),steps,wait,0
         self.prof,self.range,self.step_range,self.done = None,None,None,False
@@ -73,7 +73,7 @@ def _end(self:Trace):
 
 @patch
 def write(self:Trace):
-    "After the fit: write what was recorded; a fit without enough steps has nothing to write"
+    "After the fit: write the recording, if the fit had enough steps"
     if self.prof is None: return
     if not self.done: self._end()
     tmp = self.path.with_name(f'.{os.getpid()}-{self.path.name}')
@@ -84,7 +84,7 @@ def write(self:Trace):
 # %% ../../nbs/measure/09_trace.ipynb #720e66e3
 @patch
 def skip(self:Stopwatch):
-    "What passed since the last mark was ours, not the loop's"
+    "Credit the time since the last mark to `unattributed`: it was the profiler's, not the loop's"
     t = self.clock()
     self.row[len(HEAD) + LEAVES[self.phase].index('unattributed')] += t - self.t
     self.t = t

@@ -24,7 +24,7 @@ from ..errors import UserError, unknown
 
 # %% ../../nbs/train/03_optimizer.ipynb #8dbf6cc8
 class TorchOptimizer(Optimizer):
-    "A fastai optimizer whose step is taken by one of `torch.optim`"
+    "A fastai optimizer whose step is taken by a `torch.optim` optimizer"
     def __init__(self,
         params, # Parameters, or a list for each group
         cls, # The class in `torch.optim`
@@ -57,7 +57,7 @@ def step(self:TorchOptimizer, closure=None # None: fastai's optimizers take no c
 
 @patch
 def zero_grad(self:TorchOptimizer):
-    "Forget the gradients"
+    "Clear the gradients"
     for p in self._all: p.grad = None
 
 # %% ../../nbs/train/03_optimizer.ipynb #e6922009
@@ -82,7 +82,7 @@ def _decays(opt, p): return opt.state[p].get('do_wd', True)
 
 @patch
 def _check(self:TorchOptimizer):
-    "Refuse what torch has no fused kernel for, before the first step"
+    "Before the first step, refuse parameters that torch has no fused kernel for"
     can = fused_devices() if self.kwargs.get('fused') else None
     if not can: return
     def fits(p): return not p.requires_grad or p.is_floating_point() and p.device.type in can
@@ -215,13 +215,13 @@ def load_state_dict(self:TorchOptimizer, sd:dict # Of this optimizer, or of fast
 # %% ../../nbs/train/03_optimizer.ipynb #96410f03
 @patch
 def clear_state(self:TorchOptimizer):
-    "Forget moments and steps"
+    "Delete moments and step counts"
     super(TorchOptimizer, self).clear_state()
     self._loaded,self.opt = {},None
 
 @patch
 def _unpack(self:TorchOptimizer):
-    "What was loaded, in torch's words"
+    "The loaded state under torch's names"
     fused = bool(self.kwargs.get('fused'))
     for p,o in self._loaded.items():
         s = {k: o[v] for k,v in self.slots.items()}
