@@ -83,7 +83,7 @@ def written(folder, # Of the parts
             k, # Number of the part
             ext, # As in `PARTS`
     ): # What `write_part` gave, None: not there, or damaged
-    "Is a part there, as it was written?"
+    "Return whether a part exists and is undamaged"
     path = folder/part_name(k, ext)
     try:
         with np.load(folder/f'{path.name}.npz') as f: said = json.loads(str(f['said']))
@@ -143,7 +143,7 @@ def check_space(items:Items, # All of them
                 done=0, # Share of it that is there
                 sample=16, # Items to look at
     )->int: # Bytes that it will take, about
-    "Refuse what does not fit on the disk"
+    "Fail if the cache does not fit on the disk"
     some = np.unique(np.linspace(0, items.n-1, min(sample, items.n)).astype(int)).tolist()
     try: sizes = [sum(len(as_bytes(o)[1]) for o in items[i]) for i in some]
     except UserError as e: raise UserError(f'this pipeline cannot be cached: {e}') from e
@@ -189,7 +189,7 @@ def build(folder, # Of the cache
           about={}, # What else `cache.json` is to say
           tell=None, # Called with the items done so far and in all; None: a bar on a terminal
     )->bool: # Was it built now?
-    "Make a cache, or go on with one that was interrupted"
+    "Build a cache, or continue an interrupted build"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(lock_of(folder)):
         if read_about(folder): return False
@@ -218,7 +218,7 @@ def _write_all(said, todo, items, building, store, per_part, workers, tell):
 def damaged(folder, # Of a cache
             about, # What its `cache.json` says
     )->list: # Names of files
-    "Files that are not as they were written"
+    "Return the damaged files"
     def bad(o):
         path = folder/o['name']
         try: return path.stat().st_size != o['bytes'] or checksum(path) != o['crc']
@@ -234,7 +234,7 @@ def open_store(folder, # Of the cache
                tell_done=None, # As `tell` of `build`
                **how # As for `build`: store, workers, per_part, about
     )->Store:
-    "A cache, made where it is not there, mended where it is damaged"
+    "Return a cache, built if it is missing and repaired if it is damaged"
     about = read_about(folder)
     usable = about.get('format') == FORMAT and about.get('n') == items.n
     wrong = damaged(folder, about) if usable and check else []

@@ -35,13 +35,13 @@ from ..train.transfer import CopiesAhead
 # %% ../../nbs/draw/24_cached.ipynb #e91278cd
 def draws(tfm # A transform
     )->bool:
-    "Does its result depend on chance?"
+    "Return whether its result is random"
     return isinstance(tfm, RandTransform) and not (isinstance(tfm, Resize) and tfm.method == ResizeMethod.Squish)
 
 # %% ../../nbs/draw/24_cached.ipynb #91f8c1f4
 def before_chance(fs # Transforms, in order
     )->tuple: # Those before the first that draws; that one and the others
-    "Which transforms a cache can hold"
+    "Return the transforms that a cache can hold"
     n = next((i for i,f in enumerate(fs) if draws(f)), len(fs))
     return list(fs[:n]),list(fs[n:])
 
@@ -256,7 +256,7 @@ class CachedLoaders(DataLoaders):
         if hasattr(source, 'info'): self.info = source.info
 
     def test_dl(self, test_items, **kwargs): # test_items: new ones
-        "A loader of new items, prepared as they always were"
+        "Return a loader of new items, prepared as before"
         return self.source.test_dl(test_items, **kwargs)
     def new_empty(self): return self.source.new_empty()
 
@@ -290,7 +290,7 @@ def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set
            channels_last=False, # Training batches of `whole` in channels-last memory, which is faster still
            tell=None, # Called with the items prepared so far and in all; None: a bar on a terminal
     ): # The same: `DataLoaders`, a loader or a data set
-    "Do once what does not depend on chance, and read it from disk from then on"
+    "Do everything that is not random once, and read it from disk from then on"
     kwargs = dict(where=where, size=size, store=store, workers=workers, check=check, tell_done=tell)
     if channels_last and not whole: raise UserError('channels_last=True is for whole batches: add whole=True')
     if isinstance(dls, DataLoaders):

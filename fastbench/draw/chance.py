@@ -28,14 +28,14 @@ def uniforms(key, # A whole number: what the seed and the epoch have become
              items, # Numbers of the items, `n` of them
              k, # Numbers for each
     )->np.ndarray: # float64 from 0 up to, and without, 1; (n, k)
-    "Random numbers that depend on a key and an item alone"
+    "Return random numbers that depend only on a key and an item"
     step = np.uint64(0x9e3779b97f4a7c15)
     start = _mixed(np.asarray(items).astype(np.uint64)*step + _mixed(np.array([key % 2**64], np.uint64)))
     return (_mixed(start[:,None] + step*np.arange(1, k+1, dtype=np.uint64)) >> np.uint64(11))*2.**-53
 
 # %% ../../nbs/draw/10_chance.ipynb #33158e31
 class BatchTransform(RandTransform):
-    "A batch transform which draws for each image on its own"
+    "A batch transform that draws separately for each image"
     def __init__(self, seed=None, # Of the draws, where the loader has none of its own; None: PyTorch's generator
         ):
         super().__init__()
@@ -88,7 +88,7 @@ def between(u, # Numbers from 0 to 1
             lo, # Their least value
             hi, # And their largest
     ): # As many
-    "A value from `lo` to `hi`, each as likely"
+    "Return a value from `lo` to `hi`, uniformly distributed"
     return lo + (hi-lo)*u
 
 # %% ../../nbs/draw/10_chance.ipynb #15fc2d9e
@@ -96,7 +96,7 @@ def log_between(u, # Numbers from 0 to 1
                 lo, # The least value, above 0
                 hi, # The largest
     ): # As many
-    "A value from `lo` to `hi`, each ratio as likely"
+    "Return a value from `lo` to `hi`, uniformly distributed on a log scale"
     return np.exp(between(u, math.log(lo), math.log(hi)))
 
 # %% ../../nbs/draw/10_chance.ipynb #949f235c

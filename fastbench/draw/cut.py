@@ -26,7 +26,7 @@ from .decode import Header, Scratch, decode, decoders
 # %% ../../nbs/draw/03_cut.ipynb #05c2f862
 @dataclass
 class Crop:
-    "What is wanted of an image"
+    "The part of an image to cut, and how"
     size: tuple # Width and height that the box is resized to, pixels
     box: tuple # Left, top, right, bottom, pixels of the file; what lies outside is padding
     window: tuple|None = None # Part of the resized that is kept: left, top, right, bottom; None: all
@@ -120,7 +120,7 @@ def _check(fs):
 
 # %% ../../nbs/draw/03_cut.ipynb #e8e4b956
 class CropPlan:
-    "What a pipeline of fastai's item transforms wants of an image"
+    "Plan the crops of a pipeline of fastai's item transforms"
     def __init__(self, fs, # The transforms, in their order
                  split_idx=None, # 0 in training, 1 in validation
         ):
@@ -138,7 +138,7 @@ class CropPlan:
              h:int, # Height
              rng, # A `random.Random`, asked as fastai asks `random`
         )->Crop:
-        "What is wanted of an image of that size"
+        "Return the crop of an image of that size"
         c = Crop(None, None)
         for f in self.steps: f(c, w, h, rng)
         return c
@@ -153,7 +153,7 @@ class _Half:
 def cut_exactly(im, # A Pillow image
                 c:Crop, # What is wanted of it
     ): # uint8 (channels, height, width)
-    "fastai's own pixels"
+    "Cut as fastai does, with the same pixels"
     if c.mirrored: im = im.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     l,t,r,b = c.box
     im = im.crop_pad((r-l, b-t), (l, t), pad_mode=c.pad_mode, resize_mode=c.resample, resize_to=c.size)

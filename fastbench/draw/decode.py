@@ -30,13 +30,13 @@ def _why(e, data):
 def unreadable(what, # The file's name, or the number of the item
                why, # What is wrong with it
     )->CorruptImage:
-    "The error that names an image which cannot be read"
+    "Return the error for an image that cannot be read"
     return CorruptImage(f'cannot read the image {what}: {why}. Restore or remove that file')
 
 # %% ../../nbs/draw/00_decode.ipynb #cdbd75ea
 @dataclass(frozen=True)
 class Header:
-    "What an image file says of itself"
+    "The header of an image file"
     format: str # 'jpeg' where it is one; else as Pillow calls it
     width: int # Pixels
     height: int # Pixels
@@ -71,7 +71,7 @@ def read_header(data:bytes, # Of the file
 # %% ../../nbs/draw/00_decode.ipynb #1fd732d0
 @dataclass(frozen=True)
 class Decoder:
-    "A way to decode images, and what it can"
+    "A decoder and its abilities"
     name: str # As it is asked for
     decode: Callable # (bytes, divisor, gray) -> uint8 (height, width, channels)
     divisors: tuple = (1,) # The size can be divided by these
@@ -97,7 +97,7 @@ def _needs(package):
 
 def get_decoder(name:str # As it was registered
     )->Decoder: # One that works here
-    "The decoder of that name"
+    "Return the decoder of that name"
     if name not in decoders: raise UserError(unknown('decoder', name, ['auto', *decoders]))
     if why := decoders[name].missing(): raise UserError(f'decoder={name!r} cannot be used: {why}')
     return decoders[name]
@@ -156,12 +156,12 @@ def _nvjpeg(data, divisor=1, gray=False): return _torchvision_on(data, gray, 'cu
 
 # %% ../../nbs/draw/00_decode.ipynb #4ac1434c
 class Scratch(threading.local):
-    "Memory of a thread that every image is written over the one before it in"
+    "Memory of a thread that is reused for every image"
     def __init__(self): self.kept = {}
     def bytes(self, n, # How many at least
               use='image', # What for: another use has other memory
         )->np.ndarray: # uint8, one dimension
-        "Memory that this thread has used before, where it is large enough"
+        "Return memory that this thread has used before, if it is large enough"
         if len(self.kept.get(use, ())) < n: self.kept[use] = np.empty(n + n//4, np.uint8)
         return self.kept[use]
 
@@ -178,7 +178,7 @@ def decode(data:bytes, # Of the file
            name='(bytes)', # What to call the file in an error
            scratch:Scratch=None, # Memory that the pixels may stay in until the next image; None: new memory
     ): # uint8 (height, width, channels)
-    "The pixels of an image"
+    "Decode the pixels of an image"
     head = head or read_header(data, name)
     if decoder.formats and _is_for(decoder, head):
         d,more = divisor if divisor in decoder.divisors else 1,{}

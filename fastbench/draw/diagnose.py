@@ -46,7 +46,7 @@ def _first_batch(dl):
 
 def beside(dl # A fastai `DataLoader`
     )->bool:
-    "Are batches made beside the training, by workers or threads?"
+    "Return whether batches are made in parallel with the training, by workers or threads"
     return bool(dl.fake_l.num_workers or getattr(dl, 'threads', 0))
 
 # %% ../../nbs/draw/45_diagnose.ipynb #cd708d5b
@@ -77,7 +77,7 @@ _adds = dict(compute='computing', transfer='copies to the device', batch='transf
 def fits_in_memory(paths, # Of files
                    look:int=200, # How many are looked at
     )->bool:
-    "Is there room for all of these files, judged by some of them?"
+    "Return whether all of these files fit into memory, estimated from some of them"
     some = paths[::max(1, len(paths)//look)]
     return not some or sum(map(os.path.getsize, some))/len(some)*len(paths) < .8*psutil.virtual_memory().available
 
@@ -239,7 +239,7 @@ def _station_rows(dl, each):
 def diagnose_input(self:Learner,
     seconds:float=20., # About how long it may take; what is slow is measured a few times anyway
     )->InputDiagnosis: # stalls, stations, remedies: tables; verdict: one line
-    "Does this Learner wait for its input, for what, and what would help? The Learner is left as it was"
+    "Find whether this Learner waits for its input, for what, and what would help; the Learner is not changed"
     dl,device = self.dls.train,train_device(self)
     if not isinstance(dl, DataLoader):
         of = f'{type(dl).__module__}.{type(dl).__name__}'

@@ -18,7 +18,7 @@ _FREE = _holders([np.empty(1)], 0) # what is counted when nobody but the list ho
 
 # %% ../../nbs/draw/17_memory.ipynb #fe0d3381
 class RecycledMemory:
-    "Memory for tensors on the host, used again when no tensor holds it"
+    "Memory for tensors on the host, reused when no tensor holds it"
     def __init__(self, keep=4): # keep: blocks at most
         self.keep,self.arrays = keep,[]
     def __reduce__(self): return RecycledMemory,(self.keep,)
@@ -27,7 +27,7 @@ class RecycledMemory:
               dtype=np.float32, # Its numbers, as NumPy calls them
               channels_last=False, # With the channels of a pixel side by side
         ): # A tensor, its contents as they happen to be
-        "A tensor in memory that nobody else holds"
+        "Return a tensor in memory that is not in use"
         if channels_last: return self.empty(*(shape[o] for o in (0, 2, 3, 1)), dtype=dtype).permute(0, 3, 1, 2)
         for i in range(len(self.arrays)):  # by number: a variable would be one more holder
             fits = self.arrays[i].shape == shape and self.arrays[i].dtype == dtype

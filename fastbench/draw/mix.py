@@ -54,7 +54,7 @@ def _wide(v, x): return v.view(-1, *[1]*(x.dim()-1))
 
 # %% ../../nbs/draw/15_mix.ipynb #b4754883
 class BatchMixUp(BatchMix):
-    "MixUp: two images blended, in shares of their own"
+    "MixUp: blend two images, with different shares for each pair"
     def __init__(self, alpha=.4): # alpha: of the Beta distribution of shares, above 0
         super().__init__(alpha)
 
@@ -81,7 +81,7 @@ def patches(area, # Share of the image, before it is cut off at the border: (n,)
 
 # %% ../../nbs/draw/15_mix.ipynb #6d0b5cfd
 class BatchCutMix(BatchMix):
-    "CutMix: a patch of another image in each, at a place and of a size of its own"
+    "CutMix: put a patch of another image into each, with a different place and size"
     def __init__(self, alpha=1.): # alpha: of the Beta distribution of shares, above 0
         super().__init__(alpha)
 

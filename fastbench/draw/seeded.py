@@ -19,7 +19,7 @@ from .decode import CorruptImage, unreadable
 def item_name(dataset, # Of fastai, with `items`
               i, # Number of the item in it
     ): # A path where the item is one, or has one; else its number
-    "What to call an item in an error"
+    "Return the name of an item for an error"
     try: o = dataset.items[i]
     except (AttributeError, IndexError, KeyError, TypeError): return i
     o = getattr(o, 'x', o)
@@ -29,12 +29,12 @@ def item_name(dataset, # Of fastai, with `items`
 def item_seed(epoch_key:int, # Drawn once an epoch
               i, # Number of the item
     )->int: # For a `random.Random`
-    "Where the random numbers of an item begin"
+    "Return the random seed of an item"
     return epoch_key<<32 | (i or 0)
 
 # %% ../../nbs/draw/02_seeded.ipynb #cd98e802
 class NamesImage:
-    "Lets a loader, the base after this one, raise a worker's `CorruptImage` as the line that it is"
+    "Let a loader, the base after this one, raise a worker's `CorruptImage` as a single line"
     def __iter__(self):
         try: yield from super().__iter__()
         except CorruptImage as e: # a worker's has its traceback as its text
@@ -58,7 +58,7 @@ class SeededDL(NamesImage, CopiesAhead, TfmdDL):
         return super().new(dataset, cls, **merge(dict(seed=self.seed, prefetch=self.prefetch), kwargs))
 
     def draw_key(self): # An integer
-        "The number of an epoch, from which those of its items come"
+        "Draw the number of an epoch, from which those of its items are computed"
         return self.rng.getrandbits(32)
 
     def randomize(self):

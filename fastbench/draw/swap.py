@@ -34,7 +34,7 @@ def _name(f): return getattr(f, 'func', type(f)).__name__.strip('_')
 
 # %% ../../nbs/draw/18_swap.ipynb #6c18ea1c
 def _settings(fs):
-    "What the parts of a transform of fastai were given, in our words"
+    "Return the settings of a fastai transform under our names"
     res,names = {},[getattr(f, 'func', type(f)).__name__ for f in fs]
     known = [o for o in _ORDER if o in names]
     if names != known: raise UserError(f"{' and '.join(map(_name, fs))}: not each once, in the order of aug_transforms")
@@ -68,7 +68,7 @@ _SWAPS = {AffineCoordTfm: _affine, LightingTfm: _colour, HSVTfm: _colour, Random
 # %% ../../nbs/draw/18_swap.ipynb #0886ed16
 def faster_augment(f # A batch transform
     ): # Ours with the same settings; the same one where there is none
-    "A transform of fastai as ours"
+    "Convert a fastai transform into ours"
     if type(f) is Normalize and tuple(f.axes) == (0, 2, 3): return BatchNormalize(f.mean, f.std)
     make = next((make for kind,make in _SWAPS.items() if isinstance(f, kind)), None)
     if make is None: return f
@@ -91,7 +91,7 @@ def _swapped(dl):
 # %% ../../nbs/draw/18_swap.ipynb #39f82d47
 def fast_augment(dls:DataLoaders # With batch transforms of fastai: `aug_transforms`, `Normalize`
     )->DataLoaders: # Of the same class
-    "`DataLoaders` whose augmentation takes a fraction of the time, each image by its own draws"
+    "Make `DataLoaders` whose augmentation takes a fraction of the time, with separate draws for each image"
     for dl in dls.loaders:
         if not isinstance(dl, TfmdDL): raise UserError(f'a {type(dl).__name__} has no batch transforms of fastai')
     return with_loaders(dls, [_swapped(o) for o in dls.loaders])
@@ -100,6 +100,6 @@ def fast_augment(dls:DataLoaders # With batch transforms of fastai: `aug_transfo
 # %% ../../nbs/draw/18_swap.ipynb #d826ccd8
 @patch
 def fast_augment(self:Learner)->Learner: # Itself, with other `dls`
-    "Augment this Learner's batches by faster transforms from now on: the same settings and distributions"
+    "Augment this Learner's batches with faster transforms: the same settings and distributions"
     self.dls = fast_augment(self.dls)
     return self
