@@ -62,7 +62,7 @@ END
 
 late=
 trap 'late=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1  # a minute before the time is over
-trap : TERM  # the processes get it, too: wait until they have finished their step
+trap : TERM  # the processes hear it, too: wait until they have finished their step
 srun --kill-on-bad-exit=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} bash "$folder/node.sh" &
 while kill -0 $! 2>/dev/null; do wait $!; code=$?; done
 
