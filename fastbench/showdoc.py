@@ -20,7 +20,7 @@ from fastcore.docments import DocmentTbl, ann_parts, docments, empty
 # %% ../nbs/06_showdoc.ipynb #9960ec04
 def type_name(anno # An annotation, or `inspect.Parameter.empty`
     )->str: # '' where there is none
-    "An annotation without modules"
+    "Return an annotation without modules"
     anno = ann_parts(anno)[0]
     if anno in (empty, type(None)): return ''  # docments takes the type of a default
     text = anno if isinstance(anno, str) else inspect.formatannotation(anno)
@@ -30,7 +30,7 @@ def type_name(anno # An annotation, or `inspect.Parameter.empty`
 # %% ../nbs/06_showdoc.ipynb #843efa84
 def default_name(value # Of a parameter
     )->str: # '' where there is none
-    "A default as it would be typed"
+    "Return a default as you would type it"
     if value is empty: return ''
     if isinstance(value, Enum): value = value.value
     kind = type(value)
@@ -53,7 +53,7 @@ def plain_function(o # Property, method or function
 
 def documented(o # A class
     ): # What holds its parameters: itself, if a dataclass, or its `__init__`; None if that is another class's
-    "Where the parameters of a class stand"
+    "Return where the parameters of a class are defined"
     return o if is_dataclass(o) else vars(o).get('__init__')
 
 # %% ../nbs/06_showdoc.ipynb #aa84eb7d

@@ -20,10 +20,10 @@ from ..errors import UserError
 
 # %% ../../nbs/bench/08_hosts.ipynb #3d226d2e
 _SSH = 'ssh','-o','BatchMode=yes','-o','ConnectTimeout=10'
-_PASSED = 'FASTBENCH_','HF_','CUDA_VISIBLE_','NCCL_','GLOO_' # variables that hold there, too, begin so
+_PASSED = 'FASTBENCH_','HF_','CUDA_VISIBLE_','NCCL_','GLOO_' # prefixes of variables that are passed on
 
 def _there(command):
-    "A command as the shell of another machine takes it: from this folder, with these variables"
+    "Return a command for the shell of another machine: in this folder, with these variables"
     kept = {k: v for k,v in os.environ.items() if k.startswith(_PASSED)}
     kept |= dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1', PYTHONWARNINGS='ignore', TOKENIZERS_PARALLELISM='false')
     words = [*(f'{k}={v}' for k,v in kept.items()), *map(str, command)]
@@ -31,7 +31,7 @@ def _there(command):
 
 # %% ../../nbs/bench/08_hosts.ipynb #065252cb
 def _answer(host, needs):
-    "What is wrong with a machine, or None"
+    "Return what is wrong with a machine, or None"
     needs = shlex.join(map(str, needs))
     look = f'for o in {needs}; do [ -e "$o" ] || {{ echo "$o"; exit 9; }}; done'
     p = subprocess.run([*_SSH, host, look], capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -42,7 +42,7 @@ def _answer(host, needs):
 
 # %% ../../nbs/bench/08_hosts.ipynb #e3500c0a
 def check_hosts(hosts:list, # Names or addresses
-                needs:list, # Paths that each has to see
+                needs:list, # Paths that each must see
     ):
     "Refuse machines that do not answer, or do not see what they need"
     try:
@@ -52,13 +52,13 @@ def check_hosts(hosts:list, # Names or addresses
 
 # %% ../../nbs/bench/08_hosts.ipynb #b1ae28ec
 def commands(hosts:list, # Names or addresses; the processes meet at the first
-             nproc:int, # Processes on each
+             nproc:int, # Number of processes on each
              spec, # File that says what to train
-             port:int=29400, # At which they meet
-             max_restarts:int=0, # How often all are started anew when one fails
-    )->list: # Of words, for each machine
-    "What starts the processes on each machine"
-    names = [o.rpartition('@')[2] for o in hosts] # by which the others reach it, whatever it calls itself
+             port:int=29400, # Port at which they meet
+             max_restarts:int=0, # How often all are restarted when one fails
+    )->list: # Words of the command, for each machine
+    "Return the commands that start the processes on each machine"
+    names = [o.rpartition('@')[2] for o in hosts] # the name by which the others reach it
     def of(i):
         meet = ['--nnodes', str(len(hosts)), '--rdzv-backend', 'c10d', '--rdzv-id', Path(spec).parent.name,
                 '--rdzv-endpoint', f'{names[0]}:{port}', '--rdzv-conf', f'is_host={int(i == 0)}',
@@ -81,7 +81,7 @@ class _Hosts:
                 o.stdin.write(b'stop\n')
                 o.stdin.flush()
 
-    def end(self, wait=GRACE): # wait: seconds for the other side to clear up
+    def end(self, wait=GRACE): # wait: seconds for the other side to clean up
         for o in self.all:
             with suppress(OSError): o.stdin.close()
         until = time.monotonic() + wait
@@ -93,7 +93,7 @@ class _Hosts:
 
 # %% ../../nbs/bench/08_hosts.ipynb #dabb6acf
 def _follow(hosts, job):
-    "Until all have ended: progress and signals are passed on; what does not end is ended"
+    "Pass on progress and signals until all have ended; end what hangs"
     until = None
     while hosts.run():
         time.sleep(.1)
@@ -107,28 +107,28 @@ def _follow(hosts, job):
 
 # %% ../../nbs/bench/08_hosts.ipynb #d0c779be
 class Hosts:
-    "Machines that ssh reaches: the `place` of `launch_processes`"
-    def __init__(self, names:list, # Or addresses
-                 port:int|None=None, # At which they meet on the first; None: one is drawn
+    "Machines reached by ssh: a `place` for `launch_processes`"
+    def __init__(self, names:list, # Names or addresses
+                 port:int|None=None, # Port on the first machine at which they meet; None: a random one
         ):
         self.names,self.port,self.nodes = [o for o in names if o],port or random.randint(20000, 29999),len(names)
         if not self.names or len({*self.names}) < len(names):
             raise UserError(f"hosts={','.join(names)} cannot be: names of machines, each once")
 
     def script(self, recipe, # A `Recipe` or its name
-               nproc, # Processes on each machine
+               nproc, # Number of processes on each machine
                runs='.', # Folder of Runs
-               max_restarts=0, # How often all are started anew when one fails
+               max_restarts=0, # How often all are restarted when one fails
                **options): # device: not needed
-        "What is run on each machine; nothing is written"
+        "Return what would be run on each machine; nothing is written"
         spec = Path(runs).absolute()/'.hosts-1'/'spec.pkl'
         return '\n'.join(map(shlex.join, commands(self.names, nproc, spec, self.port, max_restarts)))
 
     @contextmanager
-    def folder(self, runs, # Of Runs, which all share
+    def folder(self, runs, # Folder of Runs, which all share
                recipe=None, # Not needed
                repeat=0): # Not needed
-        "For the board"
+        "A context with the folder of the board"
         runs.mkdir(parents=True, exist_ok=True)
         path = Path(mkdtemp(prefix='.hosts-', dir=runs))
         try: yield path
@@ -136,7 +136,7 @@ class Hosts:
 
 # %% ../../nbs/bench/08_hosts.ipynb #93899d0c
 @patch
-def run(self:Hosts, job # A `Launch` of `launch_processes`
+def run(self:Hosts, job # A `Launch` from `launch_processes`
     )->str: # What torchrun printed
     "Start the processes, and wait until they have ended"
     check_hosts(self.names, [sys.executable, os.getcwd(), job.spec])

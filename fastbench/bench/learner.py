@@ -35,7 +35,7 @@ from ..train.batch_size import free  # adds find_batch_size
 @contextmanager
 def seeded(seed:int # For Python, NumPy and PyTorch
     ):
-    "Seed random numbers for a block, and put them back"
+    "Seed random numbers for a block, and restore them"
     state = random.getstate(),np.random.get_state()
     with torch.random.fork_rng():
         set_seed(seed)
@@ -59,13 +59,13 @@ def _loss_func(r):
 
 # %% ../../nbs/bench/00_learner.ipynb #c5affece
 def _build(r, device, offline):
-    "Data and model as the kind of `r` makes them"
+    "Build data and model as the kind of `r` does"
     bs = 1 if r.bs == 'largest' else r.bs
     with seeded(r.seed):
         return r.build(bs, device, offline, loss_func=_loss_func(r), opt_func=_opt_func(r.switches()), lr=r.lr, wd=r.wd)
 
 def _check(r, device, precision):
-    "Refuse what this device cannot do, and fields without an effect"
+    "Refuse what this device cannot do, and fields that have no effect"
     if precision: check_precision(precision.rpartition('-')[2], device)
     if r.tf32: check_tf32(device)
     if r.keep_memory: check_malloc(device)
@@ -83,19 +83,19 @@ def _switch_on(learn, r, precision):
     if r.best: keep_best(learn)
     if r.batches: learn.add_cb(FirstBatches(r.batches))
     if r.target: learn.add_cb(TimeToAccuracy(r.target, whole=True))
-    if precision is None: return learn  # as it was made
+    if precision is None: return learn  # unchanged
     half,_,dtype = precision.rpartition('-')
     if half: return learn.to_half(dtype)
     return learn if dtype == 'fp32' else getattr(learn, f'to_{dtype}')()
 
 # %% ../../nbs/bench/00_learner.ipynb #8a344f7b
 def _largest(learn, r, device, offline):
-    "The Learner of `r` at the largest batch that trains"
+    "Return the Learner of `r` at the largest batch that trains"
     found = learn.find_batch_size(start=16, memory=r.memory)
     del learn
-    free(device)  # its model is not to take room from the one that trains
+    free(device)  # its model must not take memory from the one that trains
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # they were given above
+        warnings.simplefilter('ignore')  # these warnings were shown above
         learn = bench_learner(r, device, offline, bs=int(found), memory=None)
     learn.largest = dict(bs=int(found), seconds=found.seconds, peak=found.peak, why=found.why)
     return learn
@@ -106,7 +106,7 @@ def bench_learner(recipe:str|Recipe, # A recipe or its name, a function that ret
                   offline:bool=False, # Never open a connection
                   **changes, # New values of the recipe's fields: `bs=32`, `precision='bf16'`
     ): # A `BenchLearner`: an ordinary fastai Learner; `learn.recipe.fit(learn)` trains it for the recipe's epochs
-    "The Learner that `recipe` describes"
+    "Build the Learner that `recipe` describes"
     r,device = get_recipe(recipe, **changes),find_device(device)
     on = r.switches()
     precision = precision_on(on.precision, device)

@@ -24,19 +24,19 @@ from ..runs.unfinished import checkpoint_options
 # %% ../../nbs/bench/04_processes.ipynb #2a8f162b
 STRATEGIES = 'ddp','fsdp','zero1','zero2','zero3','zero2-offload','zero3-offload' # known without importing torch
 
-def torchrun(nproc:int, # Processes on this machine
+def torchrun(nproc:int, # Number of processes on this machine
              spec, # File that says what to train
-             max_restarts:int=0, # How often all are started anew when one fails
-             meet=('--standalone',), # Words that tell torchrun where it meets those of other machines
-    )->list: # Of words
-    "The command that starts the processes"
+             max_restarts:int=0, # How often all are restarted when one fails
+             meet=('--standalone',), # Arguments that tell torchrun where to meet those of other machines
+    )->list: # Words
+    "Return the command that starts the processes"
     more = ['--max-restarts', str(max_restarts)] if max_restarts else []
     return [sys.executable, '-m', 'torch.distributed.run', *meet, '--nproc-per-node', str(nproc),
             '--shutdown-timeout', '60', '--monitor-interval', '0.1', *more, '-m', 'fastbench.bench.rank', str(spec)]
 
 # %% ../../nbs/bench/04_processes.ipynb #aa7fc61f
 def _environment(nproc, threads=None):
-    "Cores are shared out; a store that is shared makes restarts fail (7 of 17 went well)"
+    "Share out the cores; with a shared store, restarts fail (7 of 17 went well)"
     more = dict(OMP_NUM_THREADS=str(threads or max(1, worker_cores()//nproc)), TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1',
                 PYTHONWARNINGS='ignore', TOKENIZERS_PARALLELISM='false')
     return os.environ | {k: v for k,v in more.items() if k not in os.environ}
@@ -44,14 +44,14 @@ def _environment(nproc, threads=None):
 
 # %% ../../nbs/bench/04_processes.ipynb #89150743
 def _codes(said):
-    "rank -> exit code, from what torchrun says at its end"
+    "Return the exit code of each rank, from torchrun's last output"
     found = re.findall(r'^\s*rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)', said, flags=re.S | re.M)
     return {int(r): int(c) for r,c in found}
 
 # %% ../../nbs/bench/04_processes.ipynb #8f4abc0e
 def tree(process # With a `pid`
-    )->list: # Of psutil
-    "A process after all that it has started"
+    )->list: # psutil processes
+    "Return a process and all that it has started, itself last"
     import psutil
     with suppress(psutil.Error):
         p = psutil.Process(process.pid)
@@ -59,8 +59,8 @@ def tree(process # With a `pid`
     return []
 
 # %% ../../nbs/bench/04_processes.ipynb #5f755e87
-def kill_tree(process): # Of subprocess
-    "Nothing is left running"
+def kill_tree(process): # From subprocess
+    "Kill a process and all that it has started"
     import psutil
     for p in tree(process):
         with suppress(psutil.Error): p.kill()
@@ -70,7 +70,7 @@ def kill_tree(process): # Of subprocess
 # %% ../../nbs/bench/04_processes.ipynb #3bb662cf
 class Tail:
     "New lines of a file that grows"
-    def __init__(self, path # It may not be there yet
+    def __init__(self, path # It may not exist yet
         ): self.path,self.at = path,0
     def __iter__(self):
         if not self.path.exists(): return
@@ -82,7 +82,7 @@ class Tail:
 
 # %% ../../nbs/bench/04_processes.ipynb #467b7e53
 def _follow(process, job):
-    "Until all have ended: pass on progress and signals, and end what does not end"
+    "Pass on progress and signals until all have ended; end processes that hang"
     until = None
     while process.poll() is None:
         time.sleep(.1)
@@ -112,23 +112,23 @@ def _check(nproc, strategy):
 # %% ../../nbs/bench/04_processes.ipynb #96000fe8
 def check_several(recipe # A `Recipe`
     ):
-    "Refuse what one process has to do alone"
+    "Refuse what only one process can do"
     if getattr(recipe, 'bs', None) == 'largest':
         raise UserError("bs='largest' is found in one process: find it first (fastbench find-batch-size), then give "
                         "the number")
 
 # %% ../../nbs/bench/04_processes.ipynb #4e7f8a75
 class Launch:
-    "What a place needs to know to start processes"
+    "Everything a place needs to start processes"
     def __init__(self, recipe, # What they train
                  path, # Folder of the board
-                 nproc=1, # Processes on each machine
-                 tell=None, # Called with a dict now and then
-                 signals=None, # `Signals` that came here
-                 max_restarts=0, # How often all are started anew when one fails
-                 show_output=False, # Let through what they print
-                 device=None, # On which they train
-                 threads=None, # For each process; None: the cores are shared out
+                 nproc=1, # Number of processes on each machine
+                 tell=None, # Called with a dict from time to time, to report progress
+                 signals=None, # `Signals` received here
+                 max_restarts=0, # How often all are restarted when one fails
+                 show_output=False, # Show what they print
+                 device=None, # Device to train on
+                 threads=None, # Number of threads of each process; None: the cores are shared out
         ):
         self.recipe,self.path,self.spec,self.board = recipe,Path(path),Path(path)/'spec.pkl',Board(path, None)
         self.nproc,self.tell,self.signals,self.device = nproc,tell or (lambda o: None),signals,device
@@ -137,11 +137,11 @@ class Launch:
         self._progress,self._heeded = Tail(self.board.file('progress', 0)),0
 
     def follow(self):
-        "Pass on what the first process tells of its progress"
+        "Pass on the progress that the first process reports"
         for line in self._progress: self.tell(json.loads(line))
 
     def heed(self):
-        "New signals: how many there are by now, and which"
+        "Return new signals: their number so far, and which"
         for signum in self.signals.got[self._heeded:]:
             self._heeded += 1
             yield self._heeded,signum
@@ -149,21 +149,21 @@ class Launch:
 
 # %% ../../nbs/bench/04_processes.ipynb #bce98ed3
 class Ended(Exception):
-    "Processes were ended by what gave them their place"
+    "The processes were ended by the place that ran them"
 
 # %% ../../nbs/bench/04_processes.ipynb #79f77ce2
 class Here:
     "This machine"
     nodes = 1
-    def folder(self, runs, recipe, repeat): # runs: folder of Runs; recipe: what is trained; repeat: which repeat
-        "For the board, as a context"
+    def folder(self, runs, recipe, repeat): # runs: folder of Runs; recipe: what is trained; repeat: its number
+        "A context with the folder of the board"
         return tempfile.TemporaryDirectory(prefix='fastbench-')
 
     def script(self, recipe, # A `Recipe` or its name
-               nproc, # Processes
-               max_restarts=0, # How often all are started anew when one fails
+               nproc, # Number of processes
+               max_restarts=0, # How often all are restarted when one fails
                **options): # runs, device: not needed
-        "What is run; nothing is written"
+        "Return what would be run; nothing is written"
         return shlex.join(torchrun(nproc, 'spec.pkl', max_restarts))
 
     def run(self, job # A `Launch`
@@ -182,31 +182,31 @@ class Here:
 # %% ../../nbs/bench/04_processes.ipynb #3b828475
 def write_spec(board, # Folder of the board
                recipe, # What to train
-               **values, # folder of Runs, strategy, timeout, offline, options of `run_recipe`
+               **values, # folder of Runs, strategy, timeout, offline, options for `run_recipe`
     )->Path:
-    "What each process reads, in a file"
+    "Write the file that each process reads"
     path = Path(board)/'spec.pkl'
     path.write_bytes(pickle.dumps(dict(values, recipe=pack(recipe), board=str(board))))
     return path
 
 # %% ../../nbs/bench/04_processes.ipynb #3538c281
 def launch_processes(recipe, # A `Recipe` or its name, a function that returns a Learner or its name
-                     nproc:int, # Processes on each machine
-                     folder=FOLDER, # Where its Run is kept
-                     tell=None, # Called with a dict now and then: how far it is
-                     strategy='ddp', # How they share the model: one of `STRATEGIES`; None: one process by itself
+                     nproc:int, # Number of processes on each machine
+                     folder=FOLDER, # Folder for its Run
+                     tell=None, # Called with a dict from time to time, to report progress
+                     strategy='ddp', # How they share the model: one of `STRATEGIES`; None: a single process
                      timeout:float=1800., # Seconds that a process waits for the others
-                     max_restarts:int=0, # How often all are started anew when one fails
-                     threads:int|None=None, # Each computes with so many; None: the cores are shared out
+                     max_restarts:int=0, # How often all are restarted when one fails
+                     threads:int|None=None, # Number of threads of each process; None: the cores are shared out
                      offline:bool=False, # Never open a connection
-                     repeat:int=0, # Which repeat this is: added to the seed
+                     repeat:int=0, # Number of the repeat, added to the seed
                      checkpoint_every=None, # Between checkpoints: minutes ('10') or '500steps'; None: none are written
-                     resume:bool=False, # Go on with this training where it was interrupted; it writes checkpoints, too
-                     show_output:bool=False, # Let through what the processes and torchrun print
+                     resume:bool=False, # Continue this training where it was interrupted; it writes checkpoints, too
+                     show_output:bool=False, # Show what the processes and torchrun print
                      place=None, # Where they run: `Slurm(...)`, `Hosts(...)`; None: on this machine
-                     **options, # Of `run_recipe`: device, energy
+                     **options, # For `run_recipe`: device, energy
     )->str: # The file of the Run
-    "Train `recipe` in several processes; `Interrupted` after a signal"
+    "Train `recipe` in several processes; raise `Interrupted` after a signal"
     _check(nproc, strategy)
     recipe,folder,place = get_recipe(recipe),Path(folder).absolute(),place or Here()
     recipe.ready()
@@ -228,24 +228,24 @@ def launch_processes(recipe, # A `Recipe` or its name, a function that returns a
 
 # %% ../../nbs/bench/04_processes.ipynb #d0f8fe47
 def _not_begun(said):
-    "Why, as torchrun says it"
+    "Return why the processes did not start, from torchrun's output"
     if re.search('EADDRINUSE|address already in use', said, re.I):
         return 'the port at which they meet is in use. Try again: another one is taken'
     lines = [o.strip() for o in said.splitlines() if o.strip()]
     return lines[-1] if lines else 'it said nothing'
 
 # %% ../../nbs/bench/04_processes.ipynb #a9628610
-def ended(board, # Of processes that have ended
+def ended(board, # Board of the processes that have ended
           said, # What torchrun printed
-          got, # Signals that came here
+          got, # Signals received here
           recipe, # What they trained
-          repeat, # Which repeat it was
-          folder, # Of Runs
-          **many, # Of the Run: world_size, strategy
+          repeat, # Number of the repeat
+          folder, # Folder of Runs
+          **many, # Fields of the Run: world_size, strategy
     )->str: # The file of the Run
-    "What became of them: a Run, or whose fault its end was"
+    "Return the Run of processes that have ended, or say which of them caused the end"
     last = board.of_all('result').get(0, {}).get('last')
-    by_torchrun = last == ['interrupted'] and not got # which ends the others when one has failed
+    by_torchrun = last == ['interrupted'] and not got # torchrun ends the others when one has failed
     if got or (last and not by_torchrun):
         return outcome(tuple(last or ('interrupted',)), got, recipe, repeat, folder, 0)
     why = blame(board, _codes(said))
@@ -257,20 +257,20 @@ def ended(board, # Of processes that have ended
 
 # %% ../../nbs/bench/04_processes.ipynb #bd78d057
 def launch_as_meant(recipe, # A `Recipe`
-                    *args, **kwargs # Of `launch`
+                    *args, **kwargs # For `launch`
     )->str: # The file of the Run
-    "In one process without torchrun, but for a rung of several"
+    "Launch in one process without torchrun, or in several for a rung that names them"
     from fastbench.bench.launch import launch
     nproc,strategy = processes_of(recipe.name)
     if nproc == 1: return launch(recipe, *args, **kwargs)
     return launch_processes(recipe, nproc, *args, strategy=strategy, **kwargs)
 
-def starter(nproc=None, # Processes on each machine; None: as the recipe is meant, mostly one without torchrun
+def starter(nproc=None, # Number of processes on each machine; None: as the recipe intends, mostly one without torchrun
             strategy=None, # How they share the model: one of `STRATEGIES`; None: 'ddp'
             place=None, # Where they run: `Slurm(...)`, `Hosts(...)`; None: on this machine
-            **options # Of `launch_processes`: timeout, max_restarts
-    ): # As `launch`
-    "Who starts a training: `launch`, or `launch_processes` for several"
+            **options # For `launch_processes`: timeout, max_restarts
+    ): # Called like `launch`
+    "Return what starts a training: `launch`, or `launch_processes` for several"
     if place is not None: nproc,strategy = nproc or 1,strategy or ('ddp' if (nproc or 1)*place.nodes > 1 else None)
     if nproc is None and strategy is None: return launch_as_meant
     if nproc is None:
@@ -282,10 +282,10 @@ def starter(nproc=None, # Processes on each machine; None: as the recipe is mean
     return partial(launch_processes, nproc=nproc, strategy=strategy, **options)
 
 # %% ../../nbs/bench/04_processes.ipynb #caf98968
-def started_with(start, # As `starter` gives it
+def started_with(start, # From `starter`
                  recipe # What it starts
-    )->tuple: # As `world_size` and `strategy` of a Run
-    "How many processes it starts, and how they share the model"
+    )->tuple: # Like `world_size` and `strategy` of a Run
+    "Return how many processes it starts, and how they share the model"
     if start is launch_as_meant: return processes_of(recipe.name)
     told = getattr(start, 'keywords', {})
     return told.get('nproc', 1)*getattr(told.get('place'), 'nodes', 1),told.get('strategy') or ''

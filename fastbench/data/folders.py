@@ -18,32 +18,32 @@ from .table import part_of
 class Found:
     "Your own data, before they are split"
     items: list # Files, or texts
-    names: list # What each file is called in the fingerprint, or the texts
-    labels: list # Name of the class of each; None where there are none
-    parts: list # 'train' or 'valid' of each; all '' where the data do not tell
+    names: list # Name of each file in the fingerprint, or the texts
+    labels: list # Class name of each; None if there are none
+    parts: list # 'train' or 'valid' for each; all '' if the data does not say
     format: str # 'folders', 'csv', 'parquet', ...
-    told: str = '' # What tells the parts, in words
-    valid: str|None = None # The folder or column that does
-    columns: dict = field(default_factory=dict) # Field of a recipe -> the column that it stands for
+    told: str = '' # What defines the parts, in words
+    valid: str|None = None # The folder or column that defines them
+    columns: dict = field(default_factory=dict) # Field of a recipe -> its column
 
     def keep(self, idxs): # Positions
-        "Only those at `idxs`"
+        "Keep only the items at `idxs`"
         for o in ('items', 'names', 'labels', 'parts'):
             values = getattr(self, o)
             setattr(self, o, [values[i] for i in idxs])
         return self
 
 # %% ../../nbs/data/03_folders.ipynb #3a7e7265
-_passed_over = '@eadir', '__macosx'  # thumbnails of a server, leavings of an archive
+_passed_over = '@eadir', '__macosx'  # thumbnails of a server, leftovers of an archive
 
 def _entries(folder):
     try: return sorted((o for o in os.scandir(folder) if o.name[0] != '.'), key=lambda o: o.name)
     except OSError as e: raise UserError(f'{folder} cannot be read: {e.strerror}') from None
 
-def find_files(folder, # Where to look, at any depth
-               endings, # Of names, in lower case: `('.jpg', '.png')`
+def find_files(folder, # Folder to search, at any depth
+               endings, # Endings of file names, in lower case: `('.jpg', '.png')`
     )->list: # Paths, sorted by their names below `folder`
-    "The files that count"
+    "Find the files of the data"
     files,todo = [],[(str(folder), ())]
     while todo:
         at,above = todo.pop()
@@ -62,7 +62,7 @@ def find_files(folder, # Where to look, at any depth
 _held = 'valid val validation dev test eval'.split()
 
 def _parts_of(tops, valid, where):
-    "The folder to train with, if any, and that to validate with"
+    "Return the folder to train with, if any, and the one to validate with"
     train = next((o for o in tops if o.casefold() in ('train', 'training')), None)
     if valid is not None:
         if valid not in tops: raise UserError(f"{where}: {unknown('folder', valid, tops)}")
@@ -71,7 +71,7 @@ def _parts_of(tops, valid, where):
     return (train, held) if train and held else (train if tops == [train] else None, None)
 
 def _laid_out(names, where, valid):
-    "(parts of the path below the part, part) of each file, None where it is in no part; the folders of the parts"
+    "Return (path below the part, part) of each file, None if it is in no part; and the folders of the parts"
     rels = [tuple(o.split('/')) for o in names]
     tops = sorted({o[0] for o in rels if len(o) > 1})
     train,held = _parts_of(tops, valid, where)
@@ -96,12 +96,12 @@ def _tell_unused(rels, why):
     if rels: warnings.warn(f'not used, since {why}: {rels[0]}{more}', stacklevel=4)
 
 def from_folder(folder:Path, # Absolute
-                endings, # Of names: `('.jpg', '.png')`
-                what:str, # They are, in a word: `images`
-                valid:str|None=None, # Folder in it that is for validation; None: as it is called
-                labelled:bool=True, # Is the folder of a file its class?
+                endings, # Endings of file names: `('.jpg', '.png')`
+                what:str, # What the files are, in one word: `images`
+                valid:str|None=None, # Name of its validation folder; None: recognize it by its name
+                labelled:bool=True, # Whether the folder of a file is its class
     )->Found:
-    "What is in a folder"
+    "Find the data in a folder"
     files = find_files(folder, endings)
     if not files: raise UserError(f'{folder} has no {what}: no file in it ends in {", ".join(endings)}')
     start = len(folder.as_posix().rstrip('/')) + 1

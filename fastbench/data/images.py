@@ -19,7 +19,7 @@ from .table import file_column, label_column, named_column, read_rows, split_col
 IMAGES = '.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif', '.tif', '.tiff'
 
 def _files_of(table, names):
-    "The files that a table names"
+    "Return the files that a table names"
     files = [Path(os.path.normpath(table.parent/o)) for o in names]
     for i,(o,name) in enumerate(zip(files, names), 1):
         if not os.path.isfile(o):
@@ -29,16 +29,16 @@ def _files_of(table, names):
     return files
 
 def _below(files):
-    "What the files are called below the folder that has them all, which is taken out of what a Run says"
+    "Return the names of the files below their common folder, which a Run does not record"
     root = Path(os.path.commonpath([o.parent for o in files]))
     for o in {root, *([] if root.name else {f.parent for f in files})}: call_path(o, f'own:{o.name}')
     return [o.relative_to(root).as_posix() for o in files]
 
 def from_image_table(table:Path, # Absolute
-                     label_col:str|None=None, # Column of the labels; None: the one that it can only be
-                     valid:str|None=None, # Column that tells validation; None: `is_valid` or `split`, if there is one
+                     label_col:str|None=None, # Column of the labels; None: the only candidate
+                     valid:str|None=None, # Column that marks validation; None: `is_valid` or `split`, if there is one
     )->Found:
-    "What a table of files and labels names, sorted by name"
+    "Read a table of files and labels, sorted by name"
     df,where = read_rows(table),table.name
     file = file_column(df, where, IMAGES)
     split = named_column(df, valid, where) if valid else split_column(df, [file, label_col])
@@ -54,12 +54,12 @@ def from_image_table(table:Path, # Absolute
 
 # %% ../../nbs/data/05_images.ipynb #3b613032
 def own_images(data:str, # A path: a folder, or a table of files and labels
-               valid=None, # A share, a folder or column in the data, or a path; None: as the data tell, else 20%
+               valid=None, # A share, a folder or column in the data, or a path; None: as the data says, else 20%
                label_col:str|None=None, # Column of the labels in a table
-               seed:int=42, # Of the draw
+               seed:int=42, # Random seed
                split:str='own', # 'pooled': nothing is held out yet
     )->OwnData:
-    "The images of a path"
+    "Find the images of a path"
     def read(path, part):
         if not path.is_dir(): return from_image_table(path, label_col, part)
         if label_col is None: return from_folder(path, IMAGES, 'images', part)
@@ -71,7 +71,7 @@ def own_images(data:str, # A path: a folder, or a table of files and labels
 # %% ../../nbs/data/05_images.ipynb #431365c2
 def native_side(files # Paths of images
     )->int: # Pixels
-    "What images are resized to where nobody says"
+    "Return the side to which images are resized by default"
     from PIL import Image
     sides = []
     for o in files[::-(-len(files)//64)]:

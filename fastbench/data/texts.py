@@ -17,12 +17,12 @@ from .table import label_column, named_column, read_rows, split_column, split_in
 
 # %% ../../nbs/data/06_texts.ipynb #1b078202
 def from_text_table(table:Path, # Absolute
-                    text_col:str|None=None, # Column of the texts; None: the one that it can only be
-                    label_col:str|None=None, # Column of the labels, likewise
-                    valid:str|None=None, # Column that tells validation; None: `is_valid` or `split`, if there is one
-                    labelled:bool=True, # Are there classes?
+                    text_col:str|None=None, # Column of the texts; None: the only candidate
+                    label_col:str|None=None, # Column of the labels; None: the only candidate
+                    valid:str|None=None, # Column that marks validation; None: `is_valid` or `split`, if there is one
+                    labelled:bool=True, # Whether there are classes
     )->Found:
-    "The texts of a table, in its order"
+    "Read the texts of a table, in its order"
     df,where = read_rows(table),table.name
     for o in (text_col, label_col): o is None or named_column(df, o, where)
     split = named_column(df, valid, where) if valid else split_column(df, [text_col, label_col])
@@ -39,14 +39,14 @@ def from_text_table(table:Path, # Absolute
 # %% ../../nbs/data/06_texts.ipynb #1dcbb4f5
 def from_text_file(file:Path # UTF-8
     )->Found:
-    "The paragraphs of a file"
+    "Read the paragraphs of a file"
     texts = [o for o in re.split(r'\n\s*\n', read_utf8(file)) if o.strip()]
     if not texts: raise UserError(f'{file} has no text')
     return Found(texts, texts, [None]*len(texts), ['']*len(texts), 'txt')
 
 def read_utf8(file:Path # With or without a byte order mark
     )->str:
-    "The text of a file"
+    "Read the text of a file"
     try: return file.read_text('utf-8-sig')
     except UnicodeDecodeError as e:
         raise UserError(f'{file} is no UTF-8 text ({e.reason} at byte {e.start}): convert it (`iconv -t utf-8`) or '
@@ -69,14 +69,14 @@ def _read_files(found):
     return found
 
 def own_texts(data:str, # A path: a table, a folder of .txt files, or one such file
-              valid=None, # A share, a folder or column in the data, or a path; None: as the data tell, else 20%
+              valid=None, # A share, a folder or column in the data, or a path; None: as the data says, else 20%
               text_col:str|None=None, # Column of the texts in a table
               label_col:str|None=None, # Column of the labels in a table
-              seed:int=42, # Of the draw
+              seed:int=42, # Random seed
               split:str='own', # 'pooled': nothing is held out yet
-              labelled:bool=True, # Are there classes? Not for a language model
+              labelled:bool=True, # Whether there are classes (not for a language model)
     )->OwnData:
-    "The texts of a path"
+    "Find the texts of a path"
     mixed = is_path(valid) and Path(data).expanduser().is_dir() != Path(valid).expanduser().is_dir()
     def read(path, part):
         found = _from(path, part, text_col, label_col, labelled)

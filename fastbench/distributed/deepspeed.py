@@ -21,7 +21,7 @@ from ..train.optimizer import TorchOptimizer, foreach_adam, foreach_adamw, forea
 # %% ../../nbs/distributed/03_deepspeed.ipynb #2e1c8ddb
 def need_deepspeed(device # Where it trains
     ): # The module
-    "DeepSpeed for a device, or why not"
+    "Import DeepSpeed for a device, or say why not"
     if find_spec('deepspeed') is None:
         raise UserError("the stages of ZeRO are DeepSpeed's, which is not there: pip install 'fastbench[deepspeed]', "
                         "or strategy 'fsdp', which holds in parts what stage 3 does")
@@ -41,7 +41,7 @@ def need_deepspeed(device # Where it trains
 # %% ../../nbs/distributed/03_deepspeed.ipynb #13f89756
 @contextmanager
 def _told_accelerator(kind):
-    "DeepSpeed's word for the device, unless somebody has said it already"
+    "Set DeepSpeed's name for the device, unless it is already set"
     own = 'DS_ACCELERATOR' not in os.environ
     if own: os.environ['DS_ACCELERATOR'] = kind
     try: yield
@@ -50,11 +50,11 @@ def _told_accelerator(kind):
 
 # %% ../../nbs/distributed/03_deepspeed.ipynb #8730f996
 def zero_config(stage:int, # 1, 2 or 3
-                offload:bool=False, # What belongs to the optimizer, and in stage 3 the weights, in the host's memory
-                n:int=500_000_000, # Weights of the model
+                offload:bool=False, # Keep the optimizer's part, and in stage 3 the weights, in the host's memory
+                n:int=500_000_000, # Number of weights of the model
                 clip:float=0., # Norm at which gradients are clipped; 0: never
     )->dict:
-    "DeepSpeed's configuration"
+    "Return DeepSpeed's configuration"
     bucket = max(1, min(n, 500_000_000))
     zero = dict(stage=stage, reduce_bucket_size=bucket, allgather_bucket_size=bucket, overlap_comm=False)
     if stage == 3: zero |= dict(stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=bucket)
@@ -69,7 +69,7 @@ _stepped = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD  # exactly these
 
 def torch_func(opt_func # Of a Learner
     ): # Another that takes the same step by torch; the same one if it does so itself
-    "fastai's `Adam` and `SGD`, by `torch.optim`"
+    "Return fastai's `Adam` or `SGD` in terms of `torch.optim`"
     own,more = getattr(opt_func, 'func', opt_func),dict(getattr(opt_func, 'keywords', {}))
     if own is Adam: return partial(foreach_adamw if more.pop('decouple_wd', True) else foreach_adam, **more)
     return partial(foreach_sgd, **more) if own is SGD else opt_func
@@ -84,7 +84,7 @@ def _check_opt(opt):
 
 # %% ../../nbs/distributed/03_deepspeed.ipynb #68809b32
 def _parts(opt):
-    "Of each group to step: the group's number, does it decay, its weights"
+    "Return, for each group to step, its number, whether it decays, and its weights"
     for n,ps in enumerate(opt.param_lists):
         ps = [p for p in ps if p.requires_grad]
         ours = isinstance(opt, TorchOptimizer)
@@ -93,7 +93,7 @@ def _parts(opt):
             if own: yield n,wd,own
 
 def _args(opt, n, wd):
-    "A group's hyper-parameters in torch's words"
+    "Return a group's hyper-parameters under torch's names"
     if isinstance(opt, OptimWrapper): return {k: v for k,v in opt.opt.param_groups[n].items() if k != 'params'}
     h = opt.hypers[n]
     if not opt.shrink: return opt.group(h if wd else {**h, 'wd': 0.})
@@ -101,7 +101,7 @@ def _args(opt, n, wd):
 
 # %% ../../nbs/distributed/03_deepspeed.ipynb #c5b8a5a5
 class Shrinking:
-    "Decays weights as fastai does, which `torch.optim.SGD` cannot, and then steps"
+    "Decay weights as fastai does, which `torch.optim.SGD` cannot, and then step"
     def step(self, closure=None): # None: as of fastai's optimizers
         "One step"
         for g in self.param_groups:
@@ -110,7 +110,7 @@ class Shrinking:
         return super().step(closure)
 
 def _second(opt):
-    "An optimizer of the same kind, for DeepSpeed to step"
+    "Make an optimizer of the same kind, for DeepSpeed to step"
     own = isinstance(opt, OptimWrapper)
     cls,more = (type(opt.opt),{}) if own else (opt.cls,opt.kwargs)
     if not own and opt.shrink: cls = type(f'Shrinking{cls.__name__}', (Shrinking, cls), {})

@@ -30,7 +30,7 @@ from ..train.muon import muon
 
 # %% ../../nbs/distributed/04_fsdp.ipynb #23c52c1e
 def _own_blocks(model):
-    "Blocks that transformers says are to be kept in one piece"
+    "Return the blocks that transformers marks as not to be split"
     names = {n for m in model.modules() for n in getattr(m, '_no_split_modules', None) or ()}
     return [m for m in model.modules() if type(m).__name__ in names]
 
@@ -38,7 +38,7 @@ def _uses(m):
     return Counter(id(p) for o in m.modules() for _,p in o.named_parameters(recurse=False, remove_duplicate=False))
 
 def _with_own_weights(blocks, model):
-    "Blocks that share no weight with the rest of the model, inner ones first"
+    "Return the blocks that share no weight with the rest of the model, inner ones first"
     every = _uses(model)
     return [m for m in list(blocks)[::-1] if all(every[i] == n for i,n in _uses(m).items())]
 
@@ -92,7 +92,7 @@ class FSDP(Strategy):
 
 # %% ../../nbs/distributed/04_fsdp.ipynb #6648c4e0
 def _of_matrices(opt_func):
-    "Does an optimizer need whole matrices?"
+    "Return whether an optimizer needs whole matrices"
     own = getattr(opt_func, 'func', opt_func),getattr(opt_func, 'keywords', {}).get('opt')
     return own[0] is muon or own[1] is not None and own[1] is getattr(torch.optim, 'Muon', None)
 
@@ -113,7 +113,7 @@ def _refuse(self:FSDP, learn, device):
 def _params(opt): return [p for ps in opt.param_lists for p in ps]
 
 class _KeptOptimizer:
-    "The model changes inside; the optimizer is made anew, with the state that it had"
+    "The model changes in the block; the optimizer is remade with the same state"
     def __init__(self, learn): self.learn = learn
     def __enter__(self):
         opt = self.learn.opt
@@ -136,7 +136,7 @@ def load_state(opt, # An optimizer of a sharded or a whole model
 # %% ../../nbs/distributed/04_fsdp.ipynb #63901502
 @patch
 def end(self:FSDP, learn, failed):
-    "Whole weights on the user's model again"
+    "Put whole weights back on the user's model"
     if failed:
         try: barrier(timeout=20)
         except RuntimeError: raise UserError(
@@ -151,7 +151,7 @@ def end(self:FSDP, learn, failed):
 def state(self:FSDP, learn, # A Learner
           with_opt, # The optimizer's state, too
           keep): # Is it needed in this process?
-    "Whole weights as `Learner.save` writes them; all processes take part"
+    "Return whole weights in the form of `Learner.save`; all processes take part"
     model = whole(learn.model.state_dict(), keep)
     if not with_opt or learn.opt is None: return model
     return dict(model=model, opt=whole(learn.opt.state_dict(), keep))

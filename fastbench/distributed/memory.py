@@ -17,14 +17,14 @@ from ..machine.group import world_size as processes
 # %% ../../nbs/distributed/07_memory.ipynb #0aa867e0
 def tensors_in(o # Dictionaries, lists, tensors
     )->list:
-    "All tensors in what a `state_dict` gives"
+    "Return all tensors in a `state_dict`"
     if isinstance(o, Tensor): return [o]
     parts = o.values() if isinstance(o, dict) else o if isinstance(o, (list, tuple)) else ()
     return [t for p in parts for t in tensors_in(p)]
 
 def state_per_weight(opt_func # Of a Learner
     )->float: # Bytes
-    "What an optimizer remembers of one fp32 weight"
+    "Return the size of an optimizer's state for one fp32 weight"
     p = nn.Parameter(torch.ones(8, 8))
     opt = opt_func([p], lr=1e-3)
     p.grad = torch.ones_like(p)
@@ -60,10 +60,10 @@ class MemoryTable(list):
     __repr__ = __str__
 
 def strategy_memory(learn:Learner, # With its model whole
-                    world_size:int|None=None, # Processes; None: as many as there are
-                    strategies=('ddp', 'zero1', 'zero2', 'zero3', 'fsdp'), # Which to compare
+                    world_size:int|None=None, # Number of processes; None: the current number
+                    strategies=('ddp', 'zero1', 'zero2', 'zero3', 'fsdp'), # Strategies to compare
     )->MemoryTable: # MB (10^6 bytes) in the process that holds most: weights, gradients, optimizer, total
-    "What each strategy takes in each process"
+    "Return the memory that each strategy takes in each process"
     n = processes() if world_size is None else world_size
     if n < 1: raise UserError(f'world_size={world_size!r} cannot be: at least one process trains')
     for o in strategies:
@@ -81,7 +81,7 @@ def strategy_memory(learn:Learner, # With its model whole
 def held_memory(model:nn.Module, # In a fit, after a backward pass
                 opt, # Its optimizer
     )->dict: # MB (10^6 bytes) in this process: weights, gradients, optimizer
-    "What weights, gradients and the optimizer take here"
+    "Return the memory that weights, gradients and the optimizer take here"
     if hasattr(model, 'zero_optimization_stage'):
         raise UserError('gradients and optimizer are in buffers of DeepSpeed, which are not counted: strategy_memory '
                         'predicts what they take')

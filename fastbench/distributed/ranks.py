@@ -44,7 +44,7 @@ class RankDL(CopiesAhead, DistributedDL):
 @patch
 def no_more(self:RankDL, i # Number of a batch
     )->bool:
-    "Does a batch hold nothing but a repeat?"
+    "Return whether a batch holds only repeats"
     return self.mine is not None and not self.repeats and i*(self.bs or 1) >= len(self.mine)
 
 @patch
@@ -52,23 +52,23 @@ def to_detach(self:RankDL, b, # A batch, or anything of it
               cpu=True, # On the CPU
               gather=True, # Ignored: nothing is gathered
     ):
-    "A batch as it is: each rank has its own"
+    "Detach a batch without gathering: each rank has its own"
     return to_detach(b, cpu, False)
 
 @patch
 def _broadcast(self:RankDL, t, rank):
-    "What rank `rank` has, on all"
+    "Send the tensor of rank `rank` to all"
     return broadcast(t, rank)
 
 @patch
 def state_dict(self:RankDL)->dict:
-    "What the coming batches depend on: the loader that is dealt from"
+    "Return the state that the coming batches depend on: that of the wrapped loader"
     return loader_state(self.dl)
 
 @patch
 def load_state_dict(self:RankDL, state # Of `state_dict`
     ):
-    "Go on from there"
+    "Continue from a saved state"
     set_loader_state(self.dl, state)
 
 # %% ../../nbs/distributed/05_ranks.ipynb #aff66f59
@@ -77,7 +77,7 @@ def _sums(metric):
 
 def add_up(metrics # fastai's `Metric`s, the same on all ranks
     )->list: # Those that cannot be added up
-    "Give each rank what all have accumulated"
+    "Add up the metrics of all ranks, on each"
     sums = [(m, k) for m in metrics for k in _sums(m)]
     total = sum_over_ranks([getattr(m, k) for m,k in sums])
     for (m,k),v in zip(sums, total.unbind()): setattr(m, k, v)
@@ -88,7 +88,7 @@ def add_up(metrics # fastai's `Metric`s, the same on all ranks
 
 # %% ../../nbs/distributed/05_ranks.ipynb #726ef79a
 class _Alone(list):
-    "Batches that every rank runs for itself"
+    "Batches that every rank runs by itself"
     def to_detach(self, b, cpu=True, gather=True): return to_detach(b, cpu, False)
 
 class RankTrainer(DuringFit, DistributedTrainer):
@@ -112,7 +112,7 @@ class RankTrainer(DuringFit, DistributedTrainer):
 # %% ../../nbs/distributed/05_ranks.ipynb #ec9221fa
 @patch
 def switch_on(self:RankTrainer):
-    "Model, loaders and log of this process"
+    "Set model, loaders and log of this process"
     learn,s = self.learn,self.strategy
     s.enter(learn)
     model,loaders,logger = learn.model,list(learn.dls.loaders),learn.logger
@@ -135,7 +135,7 @@ def _own_model(self:RankTrainer, learn, model):
 # %% ../../nbs/distributed/05_ranks.ipynb #5a1c0e06
 @patch
 def before_backward(self:RankTrainer):
-    "Tell the profiler when all gradients of this process are there"
+    "Tell the profiler when all gradients of this process are computed"
     told = world_size() > 1 and self.strategy.tail and noting(self.learn) is not noop
     if told: self.learn.loss_grad.register_hook(self._begun)
 
@@ -146,25 +146,25 @@ def _begun(self:RankTrainer, grad):
 # %% ../../nbs/distributed/05_ranks.ipynb #f9a1934e
 @patch
 def _repeats(self:RankTrainer, yes):
-    "May the loader deal some items twice?"
+    "Set whether the loader may deal some items twice"
     if isinstance(self.dl, RankDL): self.dl.repeats = yes
 
 @patch
 def before_train(self:RankTrainer):
-    "Training takes some items twice where their number does not divide"
+    "Let training take some items twice if they cannot be divided evenly"
     super(RankTrainer, self).before_train()
     self._repeats(True)
 
 @patch
 def before_validate(self:RankTrainer):
-    "A validation set is dealt without repeats"
+    "Deal the validation set without repeats"
     super(RankTrainer, self).before_validate()
     self.strategy.before_validate(self.learn.model)
     self._repeats(False)
 
 @patch
 def after_batch(self:RankTrainer):
-    "A batch of nothing but a repeat is not counted"
+    "Do not count a batch that only holds repeats"
     if not self.training and isinstance(self.dl, RankDL) and self.dl.no_more(self.iter): self.learn.yb = ()
 
 # %% ../../nbs/distributed/05_ranks.ipynb #288d3cd8
@@ -180,12 +180,12 @@ def after_validate(self:RankTrainer):
 
 @patch
 def _recorded(self:RankTrainer, which):
-    "Does the recorder of several ranks write `which`?"
+    "Return whether the recorder of several ranks writes `which`"
     return world_size() > 1 and not self._predicts and getattr(getattr(self.learn, 'recorder', None), which, False)
 
 @patch
 def _add_up(self:RankTrainer, metrics):
-    "Add up `metrics`, and say once which cannot be"
+    "Add up `metrics`, and warn once about those that cannot be added up"
     own = add_up(metrics)
     if own and not self._told and not rank():
         names = ', '.join(o.name for o in own)
@@ -195,19 +195,19 @@ def _add_up(self:RankTrainer, metrics):
 
 # %% ../../nbs/distributed/05_ranks.ipynb #f0c36a24
 def _first_of_each(o, n):
-    "The first `n` of each of the results"
+    "Return the first `n` of each of the results"
     if isinstance(o, (Tensor, L)): return o[:n]
     return type(o)(_first_of_each(p, n) for p in o) if isinstance(o, (tuple, list)) else o
 
 def _lengths(o):
-    "How many each of the results has"
+    "Return the length of each of the results"
     if isinstance(o, (Tensor, L)): return [len(o)]
     return [n for p in o for n in _lengths(p)] if isinstance(o, (tuple, list)) else []
 
 # %% ../../nbs/distributed/05_ranks.ipynb #62f91b44
 def joined(parts # What `get_preds` gave on each rank: tensors, `L`s, tuples of these, or None
     ): # One after the other
-    "The results of all ranks as one"
+    "Join the results of all ranks"
     o = parts[0]
     if isinstance(o, (tuple, list)): return type(o)(map(joined, zip(*parts)))
     if not isinstance(o, (Tensor, L)): return o
@@ -234,7 +234,7 @@ def all_preds(self:RankTrainer,
               save_preds=None, # For one process; several would write over each other
               save_targs=None, # Likewise
               **kwargs): # For `get_preds`
-    "What `get_preds` gives for the items of all ranks, on each"
+    "Return what `get_preds` gives for the items of all ranks, on each rank"
     if world_size() < 2:
         return get_preds(ds_idx, dl, reorder=reorder, save_preds=save_preds, save_targs=save_targs, **kwargs)
     if save_preds or save_targs:
@@ -253,14 +253,14 @@ def all_preds(self:RankTrainer,
 
 # %% ../../nbs/distributed/05_ranks.ipynb #931e129e
 def _alone(get_preds, ds_idx, dl, reorder, **kwargs):
-    "Fewer items than ranks: each predicts all of them"
+    "Predict all items on each rank, if there are fewer items than ranks"
     dl = dl.new(rank=0, world_size=1)
     res = get_preds(ds_idx, _Alone(dl), reorder=False, **kwargs)
     return nested_reorder(res, torch.tensor(dl.mine).argsort()) if reorder else res
 
 # %% ../../nbs/distributed/05_ranks.ipynb #953a8b72
 def _gathered(get_preds, ds_idx, dl, reorder, **kwargs):
-    "Predict the part of this rank, and put together those of all"
+    "Predict the part of this rank, and join those of all ranks"
     try: res,why = get_preds(ds_idx, dl, reorder=False, **kwargs),None
     except Exception as e: res,why = None,e
     other = isinstance(why, OtherFailed)

@@ -20,16 +20,16 @@ from ..measure.profiler import noted
 from ..measure.stopwatch import FIRST, LOSS_SYNC
 
 # %% ../../nbs/distributed/00_weigh.ipynb #a049fbee
-def share_factor(n, # What the loss of this process is a mean of: samples, or tokens
-                 total, # Of all processes
-                 ranks:int, # How many processes
-    ): # A number; 1 where all shares are equal
-    "What makes the average of gradients over processes the mean over all that they hold"
+def share_factor(n, # Number of samples or tokens that the loss of this process averages
+                 total, # Number in all processes
+                 ranks:int, # Number of processes
+    ): # A number; 1 if all shares are equal
+    "Return the loss factor with which gradients averaged over processes are the mean over all samples"
     return n*ranks/total
 
 # %% ../../nbs/distributed/00_weigh.ipynb #6dd4a2e1
 def _outputs(pred):
-    "Floating-point tensors in what a model gave"
+    "Return the floating-point tensors in a model's output"
     if isinstance(pred, Tensor): return [pred] if pred.is_floating_point() else []
     parts = pred.values() if isinstance(pred, Mapping) else pred if isinstance(pred, (tuple, list)) else ()
     return [t for o in parts for t in _outputs(o)]
@@ -40,14 +40,14 @@ def _zero_loss(pred): return sum(t.sum() for t in _outputs(pred))*0
 def _n_targets(learn): return getattr(learn, 'n_targets', find_bs)(learn.yb)
 
 def _counts(n, items):
-    "Two counts as a tensor, where the first of them is: what a GPU has counted stays there"
+    "Return two counts as a tensor on the device of the first, so that a GPU's count stays there"
     if isinstance(n, Tensor) and n.device.type != 'cpu': return torch.stack([n.double(), n.new_tensor(items).double()])
     return torch.tensor([float(n), items], dtype=torch.float64)
 
 class WeighShares(Callback):
-    "Each process weighs by its share of a step, and `learn.loss` is the loss of all"
+    "Weigh each process by its share of a step, and make `learn.loss` the loss of all"
     order,run_valid = 95,False
-    def state_dict(self)->dict: "Nothing outlasts a step"; return {}
+    def state_dict(self)->dict: "Return the state: none outlasts a step"; return {}
     def load_state_dict(self, state): "As above" # Of `state_dict`
     def before_batch(self):
         self._own = _n_targets(self.learn),find_bs(self.learn.yb)
@@ -66,7 +66,7 @@ def _is_sum(loss_func): return getattr(loss_func, 'reduction', 'mean') == 'sum'
 # %% ../../nbs/distributed/00_weigh.ipynb #c9f2e0fa
 @patch
 def _accumulated(self:WeighShares, items):
-    "Tell `GradientAccumulation` of the samples of others; what its weight of this batch is short of"
+    "Tell `GradientAccumulation` about the samples of others; return the correction of this batch's weight"
     found = [o for o in self.learn.cbs if isinstance(o, GradientAccumulation)]
     for o in found: o.count += int(self.items) - items
     return float(self.items)/items if found and not _is_sum(self.learn.loss_func) else 1
@@ -74,7 +74,7 @@ def _accumulated(self:WeighShares, items):
 # %% ../../nbs/distributed/00_weigh.ipynb #9c7d2bcc
 @patch
 def after_backward(self:WeighShares):
-    "Make `learn.loss` that of all processes"
+    "Make `learn.loss` the loss of all processes"
     loss,n = self.learn.loss.detach().mean().as_subclass(Tensor),self._own[0]
     if not n: loss = torch.zeros_like(loss)  # not the mean of nothing
     with noted(self.learn, LOSS_SYNC, FIRST['after_backward']):

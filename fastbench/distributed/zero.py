@@ -98,7 +98,7 @@ def _start(self:ZeRO, learn):
 
 # %% ../../nbs/distributed/04_zero.ipynb #a64487d1
 class _KeptState:
-    "The optimizer is made anew, with the state that it had; all as before if that fails"
+    "Remake the optimizer with the same state; restore everything if that fails"
     def __init__(self, learn): self.learn,self.was = learn,(learn.model, learn.opt)
     def __enter__(self):
         opt = self.was[1]
@@ -157,7 +157,7 @@ def _refuse(self:ZeRO, learn):
 # %% ../../nbs/distributed/04_zero.ipynb #ba78df09
 @patch
 def during(self:ZeRO, learn):
-    "Backward by the engine and the norm of `GradientClip`, for a fit"
+    "Use the engine's backward and the norm of `GradientClip` for a fit"
     self._refuse(learn)
     if learn.opt is not self.opt:
         raise UserError('the optimizer was made anew inside of the block, and DeepSpeed has the one before: '
@@ -171,7 +171,7 @@ def during(self:ZeRO, learn):
 # %% ../../nbs/distributed/04_zero.ipynb #2aef43ef
 @patch
 def check(self:ZeRO, model):
-    "Is what DeepSpeed says of its engine what was asked for?"
+    "Check that DeepSpeed's engine has the settings that were asked for"
     e = self.engine
     if model is not e: raise UserError(f"strategy {self.name!r} is not in effect: DeepSpeed's engine is not trained")
     o = e.optimizer
@@ -187,7 +187,7 @@ def check(self:ZeRO, model):
 
 @patch
 def before_validate(self:ZeRO, model):
-    "Buffers of the first process"
+    "Take the buffers of the first process"
     same_on_all(list(model.buffers()))
 
 # %% ../../nbs/distributed/04_zero.ipynb #92646032
@@ -203,7 +203,7 @@ def _whole(self:ZeRO, own, *args, **kwargs):
 
 @patch
 def end(self:ZeRO, learn, failed):
-    "Whole weights on the user's model again"
+    "Put whole weights back on the user's model"
     if failed:
         try: barrier(timeout=20)
         except RuntimeError: raise UserError(
@@ -229,7 +229,7 @@ def _fill(self:ZeRO):
 def state(self:ZeRO, learn, # A Learner
           with_opt, # The optimizer's state, too
           keep): # Is it needed in this process?
-    "Whole weights as `Learner.save` writes them; all processes take part"
+    "Return whole weights in the form of `Learner.save`; all processes take part"
     model = self.copy.state_dict()
     return dict(model=model, opt=learn.opt.state_dict()) if with_opt else model
 

@@ -21,7 +21,7 @@ from ..errors import UserError
 
 # %% ../../nbs/draw/21_describe.ipynb #fdb07478
 class NoFingerprint(UserError):
-    "A transform of which a cache cannot tell whether it changed"
+    "A cache cannot tell whether this transform has changed"
     def __init__(self, transform, # Its name
                  why, # What is in the way
         ):
@@ -92,7 +92,7 @@ _PASSING = {'do', '__signature__', 'init_enc', '_name', 'train_setup'}
 # %% ../../nbs/draw/21_describe.ipynb #a787fdc1
 @patch
 def __call__(self:Describer, o):
-    "Any value as plain ones"
+    "Turn any value into plain ones"
     if isinstance(o, _PLAIN): return [type(o).__name__, repr(o)]
     if id(o) in self.seen: return ['again', self.seen[id(o)][0]]
     self.seen[id(o)] = len(self.seen),o  # kept: the id of what is gone may be given again
@@ -167,7 +167,7 @@ def describe(tfm # A transform, or a function
 
 def fingerprint(o # Plain values: lists and texts
     )->str: # Twelve hexadecimal digits
-    "What tells such values from others"
+    "Return a hash that identifies such values"
     return fingerprint_rows([o])
 
 # %% ../../nbs/draw/21_describe.ipynb #495c620c
@@ -203,7 +203,7 @@ def _files(items, pipelines):
 def fingerprint_items(items, # What a data set begins with
                       pipelines=(), # Lists of transforms, which may lead from an item to a file
     )->str: # Twelve hexadecimal digits
-    "What tells the items of a data set, and the files behind them, from others"
+    "Return a hash that identifies the items of a data set and the files behind them"
     files = _files(items, pipelines)
     root = os.path.commonpath([o.absolute().parent for o in files]) if files else ''
     names = [os.path.relpath(o, root) for o in files]

@@ -36,7 +36,7 @@ def _check_loader(dl):
 # %% ../../nbs/draw/06_fast.ipynb #332e0748
 def why_not_fast(dl # A loader of fastai
     )->str: # '' if nothing does
-    "What keeps a loader from being made fast, in one line"
+    "Return why a loader cannot be made fast, in one line"
     try:
         _check_loader(dl)
         ImageItems(dl.dataset)
@@ -72,7 +72,7 @@ def fast_images(dls:DataLoaders, # Of images: from a DataBlock, `ImageDataLoader
                 item_timeout=8., # Seconds after which an item counts as hung and is named; 0: never
                 skip_bad=False, # Leave out images that cannot be read, count and list them
     )->DataLoaders: # Of the same class, with `fast`: who decodes, and why
-    "`DataLoaders` with the same items, order, crops and batch transforms, made by threads"
+    "Make `DataLoaders` with the same items, order, crops and batch transforms, run by threads"
     choice = choose_decoder(decoder, exact)
     kwargs = dict(threads=threads, decoder=decoder, exact=exact, item_timeout=item_timeout, skip_bad=skip_bad)
     res = with_loaders(dls, [_fast_loader(o, _name(i), prefetch, **kwargs) for i,o in enumerate(dls.loaders)])
@@ -85,6 +85,6 @@ def fast_images(dls:DataLoaders, # Of images: from a DataBlock, `ImageDataLoader
 @patch
 def fast_images(self:Learner, **kwargs # As for `fast_images`
     )->Learner: # Itself, with other `dls`
-    "Draw this Learner's images by threads from now on: the same items, order and crops"
+    "Load this Learner's images with threads: the same items, order and crops"
     self.dls = fast_images(self.dls, **kwargs)
     return self

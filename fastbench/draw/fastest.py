@@ -23,7 +23,7 @@ from .decode import Decoder, decode, decoders, get_decoder
 def sample_jpegs(n=4, # How many
                  size=(400, 350), # Width and height, pixels
     )->list: # bytes
-    "JPEGs to time decoders on"
+    "Make JPEGs on which decoders are timed"
     res,(w,h) = [],size
     for i in range(n):
         rng,y,x = np.random.default_rng(i),*np.mgrid[:h,:w]
@@ -39,7 +39,7 @@ def time_decoders(names=None, # Of decoders; None: all that work here
                   divisor:int=2, # Divide the size by it, where the decoder can
                   rounds:int=5, # Turns that each has, after one that does not count
     )->dict: # name -> images a second, the fastest first
-    "How many JPEGs each decoder reads, on one core"
+    "Measure how many JPEGs per second each decoder reads on one core"
     if names is None: names = [o.name for o in decoders.values() if not o.missing()]
     data,best = sample_jpegs(),{o: float('inf') for o in names}
     for i in range(rounds+1):
@@ -77,7 +77,7 @@ def _write(kept):
 # %% ../../nbs/draw/01_fastest.ipynb #6b529563
 @dataclass(frozen=True)
 class Choice:
-    "The decoder that was taken, and why"
+    "The chosen decoder, and why"
     decoder: Decoder # That was taken
     why: str # In words
     def __str__(self): return f'{self.decoder.name} ({self.why})'

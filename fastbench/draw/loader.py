@@ -29,7 +29,7 @@ from .seeded import SeededDL, item_name, item_seed
 # %% ../../nbs/draw/05_loader.ipynb #33e307dc
 def image_class(f # A transform
     ): # The class of images that it opens, as fastai's `create` does; or None
-    "Which images does a transform open?"
+    "Return the kind of images that a transform opens"
     for m in getattr(getattr(f, 'encodes', None), 'methods', ()):
         cls,func = getattr(m.implementation, '__self__', None),getattr(m.implementation, '__func__', None)
         if func is PILBase.create.__func__ and isinstance(cls, type) and issubclass(cls, PILImage): return cls
@@ -72,7 +72,7 @@ def _check_rest(self:ImageItems):
 @patch
 def file(self:ImageItems, i # Number of the item
     ): # A path, bytes, or what else `PILImage.create` opens
-    "What an image is opened from"
+    "Return the source of an item's image"
     tl = self.dataset.tls[self.at]
     return compose_tfms(L.__getitem__(tl, i), self.before, split_idx=tl.tfms.split_idx)
 
@@ -127,7 +127,7 @@ class PoolDL(SeededDL):
 
     @property
     def choice(self):
-        "The decoder that is used, and why"
+        "The decoder in use, and why"
         return choose_decoder(self.decoder, self.exact)
 
 # %% ../../nbs/draw/05_loader.ipynb #c6fbda92
@@ -135,7 +135,7 @@ def _nothing(*args): "Nobody wants to know"
 
 @patch
 def _image_into(self:PoolDL, out, i, plan, decoder):
-    "Item `i`'s image, where it belongs"
+    "Write the image of item `i` to its place"
     o,name = self.parts.file(i),item_name(self.dataset, i)
     rng = random.Random(item_seed(self.epoch_key, i))
     start,told = perf_counter(),self.told or _nothing

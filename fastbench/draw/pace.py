@@ -81,7 +81,7 @@ class Metronome:
 
 # %% ../../nbs/draw/40_pace.ipynb #8e71b8e0
 class _Watch(Callback):
-    "Ends a fit when its pace is known"
+    "End a fit when its pace is known"
     order = float('inf')
     def __init__(self, tick): self.tick = tick
     def after_batch(self):
@@ -97,7 +97,7 @@ def step_pace(learn:Learner, # Whose steps
               seconds:float, # Measure so long
               skip:int=1, # Steps that are left out
     )->Pace: # None where an epoch is too short
-    "How long a training step takes with another loader"
+    "Measure how long a training step takes with another loader"
     device,res = next(learn.model.parameters()).device,None
     dls = DataLoaders(train, Repeated(None, n=0), device=getattr(learn.dls, 'device', None))
     while res is None or res.seconds*res.n < seconds:
@@ -129,7 +129,7 @@ def _moved(b, device): return b if device is None else to_device(b, device)
 def copies_ahead(learn:Learner, # Whose loop draws
                  dl, # From this
     )->bool:
-    "Is a batch copied while the one before is computed?"
+    "Return whether a batch is copied while the one before is computed"
     return getattr(dl, 'copies_ahead', False) or isinstance(learn, FastLoop) and is_plain(dl)
 
 # %% ../../nbs/draw/40_pace.ipynb #9a5af74c
@@ -154,7 +154,7 @@ def loader_pace(dl, # A fastai `DataLoader`
                 seconds:float, # Measure so long
                 skip:int=None, # Batches that are left out; None: those that workers make beforehand, and two
     )->Pace: # None where its epoch is too short
-    "How long a batch takes to be made, when nobody computes"
+    "Measure how long it takes to make a batch while nothing is computed"
     fake = getattr(dl, 'fake_l', None)
     ready = fake.num_workers*fake.prefetch_factor if fake and fake.num_workers else 0
     tick = Metronome(seconds, ready + 2 if skip is None else skip)
@@ -192,6 +192,6 @@ def together(step:Pace, # Of a step with a batch that is there
              beside:bool, # Do they work beside each other?
              cores:float, # Processors that can be used
     )->float: # Seconds
-    "How long a step takes with its loader"
+    "Measure how long a step takes with its loader"
     if not beside: return step.seconds + loader.seconds
     return max(step.seconds, loader.seconds, (step.cpu + loader.cpu)/cores)

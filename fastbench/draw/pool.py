@@ -51,7 +51,7 @@ class Threads:
     def begin(self, i, # Number of the thread
               item, # What it is going to do
         ):
-        "Note what a thread is at"
+        "Note the current item of a thread"
         self.at[i] = item,monotonic()
 
     def close(self, wait:float=2., # Seconds, for threads that are in the middle of an item
@@ -63,7 +63,7 @@ class Threads:
         for o in self.threads: o.join(max(0, until - monotonic()))
 
     def longest(self): # (thread's number, item, seconds), or None
-        "Who has been at an item for longest"
+        "Return the thread that has been at an item for longest"
         now = monotonic()
         at = [(now-o[1], i, o[0]) for i,o in enumerate(list(self.at)) if o is not None]
         return max(at, default=None, key=lambda o: o[0])
@@ -80,7 +80,7 @@ class Batch:
 
     def done(self, error=None # What went wrong
         ):
-        "A piece is done, well or not"
+        "Note that a piece is done, or has failed"
         with self.lock:
             self.left -= 1
             self.error = self.error or error

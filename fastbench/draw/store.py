@@ -88,12 +88,12 @@ def _rename(tmp, path):
 
 # %% ../../nbs/draw/22_store.ipynb #bdc59117
 class PartWriter:
-    "Collects the items of a part"
+    "Collect the items of a part"
     def __init__(self, fields=None): # fields: of all items; None: those of the first item
         self.fields,self.raw,self.shapes = fields,[],[]
 
     def add(self, item): # item: a tuple
-        "One more item"
+        "Add an item"
         parts = [as_bytes(o) for o in item]
         fields = [o[0] for o in parts]
         if self.fields is None: self.fields = fields
@@ -233,7 +233,7 @@ def image(self:Store, i, # Number of the item
 @patch
 def is_even(self:Store, j # Number of the field
     )->bool:
-    "Have all items one shape in a field?"
+    "Return whether all items have the same shape in a field"
     return len(self.shapes[j]) > 0 and bool((self.shapes[j] == self.shapes[j][0]).all())
 
 # %% ../../nbs/draw/22_store.ipynb #8efafbb8

@@ -26,7 +26,7 @@ from .seeded import SeededDL, item_name
 # %% ../../nbs/draw/07_workers.ipynb #3e9b7811
 def worker_counts(cores:int # Processor cores that may be used
     )->list: # 0, 1, 2, 4, ..., cores
-    "Numbers of workers that are worth a try"
+    "Return the numbers of workers to try"
     res = [0]
     while (n := max(1, 2*res[-1])) <= cores: res.append(n)
     return res if res[-1] == cores else [*res, cores]
@@ -38,7 +38,7 @@ def time_workers(dl, # A loader of fastai
                  counts=None, # Numbers of workers to try; None: `worker_counts` of this machine
                  batches:int=6, # To draw with each
     )->dict: # number -> (samples a second, seconds until the first batch)
-    "How fast a loader is with each number of workers"
+    "Measure how fast a loader is with each number of workers"
     res = {}
     for n in worker_counts(worker_cores()) if counts is None else counts:
         start,it,seen = perf_counter(),iter(_with(dl, n)),0
@@ -52,13 +52,13 @@ def time_workers(dl, # A loader of fastai
 def best_count(rates:dict, # As `time_workers` gives them
                slack:float=.05, # A share by which fewer workers may be slower
     )->int:
-    "The smallest number of workers that is about as fast as the fastest"
+    "Return the smallest number of workers that is about as fast as the fastest"
     most = max(r for r,_ in rates.values())
     return min(n for n,(r,_) in rates.items() if r >= most*(1-slack))
 
 # %% ../../nbs/draw/07_workers.ipynb #3ade93d2
 class _Board:
-    "What each worker process is at: item + 1, since when, process id"
+    "The current item of each worker process: item + 1, since when, process id"
     def __init__(self, n):
         self.notes = torch.zeros(n, 3, dtype=torch.float64).share_memory_()
         self.folder = tempfile.mkdtemp(prefix='fastbench-')
@@ -73,7 +73,7 @@ class _Board:
         faulthandler.register(signal.SIGUSR1, open(self.file(i), 'r+'), all_threads=False)
 
     def stack(self, i, wait=1.):
-        "Where a worker stands, as it says when asked"
+        "Return the stack of a worker"
         if not hasattr(signal, 'SIGUSR1'): return 'where, this system cannot tell'
         os.kill(int(self.notes[i,2]), signal.SIGUSR1)
         until,calls = monotonic()+wait,[]
@@ -158,7 +158,7 @@ def auto_workers(dls:DataLoaders, # Of fastai; what `fast_images` gives has thre
                  batches:int=6, # To draw with each
                  item_timeout:float=8., # Seconds after which an item counts as hung and is named; 0: never
     )->DataLoaders: # With `workers`: number -> samples a second
-    "The same loaders with the number of workers that is fastest here"
+    "Return the same loaders with the number of workers that is fastest here"
     rates = time_workers(dls.train, counts, batches)
     n = best_count(rates)
     def make(dl):

@@ -25,7 +25,7 @@ def _nothing(*args, **kwargs): "A hook that was copied"
 def _made(): return _nothing
 
 class Hook:
-    "Calls `f`; copied or pickled, it does nothing"
+    "Call `f`; a copied or pickled hook does nothing"
     def __init__(self, f # Any function
         ):
         self.f = torch.compiler.disable(f) if 'torch._dynamo' in sys.modules else f
@@ -35,7 +35,7 @@ class Hook:
 
 # %% ../../nbs/loops/01_hooks.ipynb #f24a12a4
 class Around:
-    "Stands for the method `name` of `owner` alone"
+    "A stand-in for the method `name` of this one `owner`"
     def __init__(self, owner, # Whose method it is
                  name, # Of the method
                  before, # Called without arguments
@@ -73,14 +73,14 @@ def _give_back(ours, had):
 
 # %% ../../nbs/loops/01_hooks.ipynb #74c25cee
 class ModelHooks:
-    "Marks the model's calls and the backward passes through them"
+    "Mark the model's calls and the backward passes through them"
     def __init__(self, regions:Regions, # Get the marks
                  called=None, # Called with the model, its arguments and its named arguments before it
         ):
         self.regions,self.called,self.depth,self.backing = regions,called or _nothing,0,False
 
     def forget(self):
-        "What was under way was cut off"
+        "Forget calls and passes that were cut off"
         self.depth,self.backing = 0,False
 
 # %% ../../nbs/loops/01_hooks.ipynb #8e0a5d84
@@ -89,7 +89,7 @@ def before(self:ModelHooks, model=None, # Which was called
            args=(), # Its inputs
            kwargs=() # Its inputs by name
     ):
-    "A call begins"
+    "Note that a call begins"
     self.depth += 1
     if self.depth > 1 or self.backing: return
     self.called(model, args, kwargs)
@@ -97,7 +97,7 @@ def before(self:ModelHooks, model=None, # Which was called
 
 @patch
 def after(self:ModelHooks, out): # out: what the model returned
-    "It is over"
+    "Note that a call is over"
     self.depth -= 1
     if self.depth or self.backing: return
     self.regions.predicted = True
@@ -107,7 +107,7 @@ def after(self:ModelHooks, out): # out: what the model returned
 # %% ../../nbs/loops/01_hooks.ipynb #19fb8b1b
 def tensors(o # Tensors in tuples, lists, dicts, dataclasses
     ): # Those that have a gradient to come
-    "What a backward pass may come through"
+    "Return the tensors that a backward pass may go through"
     if isinstance(o, Tensor): return [o] if o.requires_grad else []
     if isinstance(o, Mapping): o = o.values()
     elif hasattr(o, '__dataclass_fields__'): o = vars(o).values()
@@ -117,7 +117,7 @@ def tensors(o # Tensors in tuples, lists, dicts, dataclasses
 @patch
 def watch_for(self:ModelHooks, out # What a model or a loss gave
     ):
-    "A backward pass through `out` is marked"
+    "Mark a backward pass through `out`"
     for o in tensors(out):
         if o.grad_fn is None: o.register_hook(self.backward_begins)
         else: o.grad_fn.register_prehook(self.backward_begins)  # costs less
@@ -125,7 +125,7 @@ def watch_for(self:ModelHooks, out # What a model or a loss gave
 # %% ../../nbs/loops/01_hooks.ipynb #eddd1a38
 @patch
 def backward_begins(self:ModelHooks, grads=None): # grads: of its outputs
-    "The first gradient of a backward pass has arrived"
+    "Note the first gradient of a backward pass"
     if self.backing or self.depth: return
     self.backing = True
     self.regions.enter(BACKWARD)
@@ -136,7 +136,7 @@ def _last_of_all(self:ModelHooks): call_after_backward(self.backward_ends)
 
 @patch
 def backward_ends(self:ModelHooks):
-    "The engine is done"
+    "Note that the engine is done"
     if not self.backing: return
     self.backing,self.regions.passed = False,True
     self.regions.leave()
@@ -161,7 +161,7 @@ def _after(self:ModelHooks, model, args, out): self.after(out)
 @patch
 def timed_loss(self:ModelHooks, f # A function
     ): # The same function, marked
-    "`f` as the row `loss`, and a backward pass from its very beginning"
+    "Mark `f` as the row `loss`, and a backward pass from its beginning"
     def loss_func(*args, **kwargs):
         self.regions.enter(LOSS)
         try: res = f(*args, **kwargs)
@@ -185,7 +185,7 @@ def add_loss(self:ModelHooks, undo:ExitStack, # Takes it back
 
 # %% ../../nbs/loops/01_hooks.ipynb #7bd2cfb0
 def _torch_optimizer(o):
-    "Accelerate's and Lightning's hold the one that steps"
+    "Return the optimizer that steps, inside Accelerate's or Lightning's"
     while isinstance(inner := getattr(o, 'optimizer', None), torch.optim.Optimizer): o = inner
     return o
 
@@ -211,7 +211,7 @@ def add_scaler(regions:Regions, # Get the marks
                undo:ExitStack, # Takes it back
                scaler, # A `torch.amp.GradScaler`
     ):
-    "Mark what a gradient scaler does as the optimizer's"
+    "Mark the work of a gradient scaler as the optimizer's"
     def end(_):
         regions.worked = True
         regions.leave()

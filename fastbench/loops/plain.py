@@ -35,7 +35,7 @@ def _model_facts(model):
     return dict(arch=type(model).__name__, parameters=sum(p.numel() for p in model.parameters()))
 
 def _batch(profile):
-    "Samples of a step, as most steps have them"
+    "Return the most frequent number of samples of a step"
     sizes = values(profile.steps['train'], 'samples') or values(profile.steps['valid'], 'samples')
     return int(max(set(sizes), key=sizes.count)) if sizes else None
 
@@ -50,7 +50,7 @@ def loop_run(profile:Profile, # What was measured
              metrics:dict|None=None, # Of the last epoch
              **recipe # What else there is to say of the work: opt, lr, ...
     )->Run: # To be saved, compared and reported
-    "A Run of what was measured of a loop"
+    "Make a Run of a measured loop"
     seen = [_model_facts(o) for o in models]
     about = {k: [o[k] for o in seen] if len(seen) > 1 else seen[0][k] for k in ('arch', 'parameters')} if seen else {}
     sizes = dict(bs=_batch(profile), epochs=len(profile.fit['epoch']), data=(data or {}).get('name', ''))
@@ -63,7 +63,7 @@ def loop_run(profile:Profile, # What was measured
 _short = {torch.float16: 'fp16', torch.bfloat16: 'bf16'}
 
 def _precision(prof):
-    "Autocast's where it was on at a call of the model, or that of the weights"
+    "Return the precision of autocast if it was on at a call of the model, else that of the weights"
     first = next((p.dtype for m in prof.models for p in m.parameters()), None)
     return _short.get(prof.autocast or first, 'fp32')
 
@@ -79,7 +79,7 @@ def run(self:StepProfiler, name:str='loop', # Of the experiment: the same for lo
         metrics:dict|None=None, # Of the last epoch
         **recipe # What else there is to say of the work: opt, lr, ...
     )->Run: # To be saved, compared and reported
-    "A Run of what was measured, after the block"
+    "Make a Run of the measurements, after the block"
     if self.watch.running: raise UserError('the loop is still running: ask for its Run after the `with` block')
     if not len(self.profile.fit['fit']):
         raise UserError('nothing was measured yet: loop inside of the `with` block first')
@@ -97,7 +97,7 @@ def learner_run(learn:Learner, # With a profiler, after a fit
                 data:str='', # What it was trained on
                 **recipe # What else there is to say of the work: opt, lr, ...
     )->Run: # Comparable with `StepProfiler.run`
-    "A Run of what the profiler of `learn` has measured, as of any other loop"
+    "Make a Run of a profiled Learner, as for any other loop"
     prof = next((o for o in learn.cbs if isinstance(o, Profiler)), None)
     if prof is None or not len(prof.profile.fit['fit']):
         raise UserError('this Learner was not profiled: `learn.profile()`, fit, and then ask')

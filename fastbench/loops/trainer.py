@@ -27,7 +27,7 @@ def completed(cls, # Of ours
               name:str, # Of that class
               extra:str, # What to install where it is missing
     )->type: # `cls`, and a callback
-    "`cls` as a callback of another library"
+    "Complete `cls` as a callback of another library"
     try: base = getattr(import_module(module), name)
     except ImportError as e:
         raise UserError(f"{cls.__name__} needs {module}: pip install 'fastbench[{extra}]' ({e})") from None
@@ -35,12 +35,12 @@ def completed(cls, # Of ours
 
 # %% ../../nbs/loops/04_trainer.ipynb #d4eb806c
 class CallbackProfiler(StepProfiler):
-    "What profilers of other libraries' loops share"
+    "Base class of profilers for other libraries' loops"
     def __enter__(self): return self
     def __exit__(self, kind, error, trace): self._end(kind, error)
 
     def close(self):
-        "Take back what is still on the model, after a training that failed"
+        "Remove hooks that are still on the model after a failed training"
         self._end()
 
     def _end(self, kind=None, error=None):
@@ -53,14 +53,14 @@ class CallbackProfiler(StepProfiler):
         StepProfiler.__enter__(self)
 
     def _now(self, m):
-        "Nothing is under way but `m`"
+        "Start with `m` as the only region"
         self.regions.begin(m)
         self.regions.to(m)
 
 # %% ../../nbs/loops/04_trainer.ipynb #fa68ab7b
 @patch
 def _draw(self:CallbackProfiler):
-    "A batch is asked for: of the next step, if one is over"
+    "Note that a batch is requested: for the next step, if one is over"
     if not self._over: return self.regions.to(REGIONS['draw'])
     r,now = self.regions,self.watch.clock()
     if now > self._due:
@@ -95,7 +95,7 @@ def _phase_over(self:CallbackProfiler, phase, within=False):
 
 # %% ../../nbs/loops/04_trainer.ipynb #d3a757a1
 class TrainerProfiler(CallbackProfiler):
-    "A callback for transformers' `Trainer`: measures where the time of its trainings goes"
+    "A callback for transformers' `Trainer` that measures where the time goes"
     _how = 'trainer'
     def __new__(cls, *args, **kwargs):
         return object.__new__(completed(cls, 'transformers', 'TrainerCallback', 'trainer'))
@@ -126,7 +126,7 @@ class TrainerProfiler(CallbackProfiler):
 
 # %% ../../nbs/loops/04_trainer.ipynb #581b8f23
 class Drawn:
-    "Stands for the loader inside of Accelerate's"
+    "A stand-in for the loader inside Accelerate's"
     def __init__(self, base, # PyTorch's loader
                  prof, # A `TrainerProfiler`
         ): self.base,self._prof = base,prof

@@ -38,7 +38,7 @@ def cpu_model(
 
 # %% ../../nbs/machine/00_environment.ipynb #67607413
 def _cgroup_files(name, v1_name, v1_controller, root='/sys/fs/cgroup', membership='/proc/self/cgroup'):
-    "Contents of the file `name` in this process's control group and in every one above it"
+    "Return the contents of the file `name` in this process's control group and in every one above it"
     for line in (_read(membership) or '').splitlines():
         number, controllers, group = line.split(':', 2)
         if number == '0' and not controllers: base, file = Path(root), name
@@ -53,7 +53,7 @@ def _cgroup_files(name, v1_name, v1_controller, root='/sys/fs/cgroup', membershi
 # %% ../../nbs/machine/00_environment.ipynb #5a5b7426
 def cpu_limit(**kwargs
     )->float|None: # Cores that the control group allows, None without a limit
-    "How many cores' worth of time the container may use"
+    "Return how many cores' worth of time the container may use"
     limits = []
     for folder, text in _cgroup_files('cpu.max', 'cpu.cfs_quota_us', 'cpu', **kwargs):
         quota, period = text.split() if ' ' in text else (text, _read(folder/'cpu.cfs_period_us') or 100000)
@@ -62,14 +62,14 @@ def cpu_limit(**kwargs
 
 def memory_limit(**kwargs
     )->int|None: # Bytes that the control group allows, None without a limit
-    "How much memory the container may use"
+    "Return how much memory the container may use"
     texts = (text for _, text in _cgroup_files('memory.max', 'memory.limit_in_bytes', 'memory', **kwargs))
     return min((int(o) for o in texts if o != 'max' and int(o) < 2**60), default=None)
 
 # %% ../../nbs/machine/00_environment.ipynb #869713a0
 def cores(
     )->dict: # physical, logical, affinity: how many; limit: of the container; usable: the least of these
-    "How many processor cores there are and how many of them are ours"
+    "Return the number of processor cores, and how many of them this process may use"
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else None
     res = _known(physical=psutil.cpu_count(logical=False), logical=psutil.cpu_count(),
                  affinity=affinity, limit=cpu_limit())
@@ -77,7 +77,7 @@ def cores(
 
 def worker_cores(
     )->int: # At least 1
-    "Cores that loader processes can be given: those that are usable, whole ones"
+    "Return the number of whole usable cores, for loader processes"
     return max(1, int(cores()['usable']))
 
 # %% ../../nbs/machine/00_environment.ipynb #eb3b547d
@@ -85,7 +85,7 @@ BENEATH = 'numpy pandas pillow triton nvidia-cudnn-cu12 nvidia-cudnn-cu13'.split
 
 def versions(
     )->dict: # Package name -> version, of those that are installed
-    "Versions of fastbench and of what it stands on"
+    "Return the versions of fastbench and its requirements"
     from importlib import metadata  # slow to import, and only this needs it
     def version(name):
         try: return metadata.version(name)
@@ -108,14 +108,14 @@ ALLOWED = """ATEN_CPU_CAPABILITY CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_MAX_CONNECT
 
 def variables(env=os.environ # Where to look
     )->dict: # Name -> value of those on the list that are set; of LD_PRELOAD the libraries without their folders
-    "The environment variables that a Run may keep"
+    "Return the environment variables that a Run may keep"
     loaded = ' '.join(os.path.basename(o) for o in env.get('LD_PRELOAD', '').replace(':', ' ').split())
     return {k: env[k] for k in ALLOWED if k in env} | (dict(LD_PRELOAD=loaded) if loaded else {})
 
 # %% ../../nbs/machine/00_environment.ipynb #ef57061a
 def host_id(name=None, # Host name, by default this machine's
     )->str: # 12 hexadecimal digits
-    "The machine, recognisable but not named"
+    "Return a hash of the machine's name"
     return hashlib.sha256(f'fastbench host: {name or platform.node()}'.encode()).hexdigest()[:12]
 
 # %% ../../nbs/machine/00_environment.ipynb #9fe4d291
@@ -159,7 +159,7 @@ def torch_state(
 # %% ../../nbs/machine/00_environment.ipynb #54aedca8
 def environment(env=os.environ # Environment variables to choose from
     )->dict: # Plain values only, ready for JSON
-    "What a Run says of where it ran"
+    "Return what a Run records about where it ran"
     try: os_name = platform.freedesktop_os_release().get('PRETTY_NAME')
     except OSError: os_name = None
     return _known(
@@ -181,13 +181,13 @@ def _nvml_of(pid):
 def _nvml(): return _nvml_of(os.getpid())
 
 def _ask(nv, name, *args):
-    "What NVML says, None if this GPU or this driver cannot say it"
+    "Return NVML's answer, None if this GPU or driver has none"
     try: return getattr(nv, name)(*args)
     except (nv.NVMLError, AttributeError): return None
 
 # %% ../../nbs/machine/00_environment.ipynb #f39ac73c
 def _knows(torch, nv):
-    "May torch be asked which GPU is which?"
+    "Return whether torch can identify the GPUs"
     if torch.cuda.is_initialized(): return True
     # it is woken where there are several, as it numbers the fastest first and NVML goes by the bus
     if (_ask(nv, 'nvmlDeviceGetCount') or 0) > 1 and torch.cuda.is_available(): torch.cuda.init()
@@ -237,7 +237,7 @@ def device_info(device='cpu' # As torch writes it: 'cpu', 'cuda', 'cuda:1', 'mps
 # %% ../../nbs/machine/00_environment.ipynb #c7f7f1b1
 def known_device(device # As `device_info` takes it; one that torch trains on
     )->dict: # As `device_info`; of a part of a GPU, which the driver does not list, kind and name
-    "The device of a training that has begun"
+    "Return the device of a training that has begun"
     try: return device_info(device)
     except UserError:
         name = sys.modules['torch'].cuda.get_device_name(device)

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 
 # %% ../../nbs/machine/01_memory.ipynb #9c64a323
 def life_peak()->int|None: # Bytes; None where the system does not say
-    "The highest resident size that this process ever had"
+    "Return the highest resident size that this process ever had"
     if sys.platform == 'win32': return psutil.Process().memory_info().peak_wset
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
@@ -35,7 +35,7 @@ _process = lru_cache(1)(psutil.Process)  # made once a process: it reads half a 
 
 # %% ../../nbs/machine/01_memory.ipynb #e1a666d7
 class PeakMemory:
-    "Watches memory from `start` to `stop`"
+    "Watch memory from `start` to `stop`"
     def __init__(self, device=None, # A torch device; its allocator is asked if it is CUDA
                  afresh=False, # Forget the record of the host first
         ):
@@ -58,12 +58,12 @@ def start(self:PeakMemory):
 # %% ../../nbs/machine/01_memory.ipynb #b7b27bf5
 @patch
 def sample(self:PeakMemory):
-    "Look once: tens of microseconds"
+    "Take one sample, in tens of microseconds"
     self.seen = max(self.seen, self.process.memory_info().rss)
 
 @patch
 def _look(self:PeakMemory):
-    "Look every millisecond until it is over"
+    "Take a sample every millisecond until it is over"
     while not self.done.wait(.001): self.sample()
 
 @patch

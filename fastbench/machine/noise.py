@@ -21,7 +21,7 @@ def _own_processes(root=None):
     except psutil.Error: return []
 
 def _cpu_seconds(procs):
-    "Processor seconds that `procs` and their finished children have used"
+    "Return the processor seconds that `procs` and their finished children have used"
     total = 0.
     for p in procs:
         try: total += sum(p.cpu_times()[:4])
@@ -112,7 +112,7 @@ def machine_state(device='cpu', # 'cuda:0' and the like: look at that GPU too
 def noise(before, # `machine_state()` before the run
         after, # and after
     )->dict: # seconds; others: cores; cpu_mhz: both; steal, throttled, gpu_*: shares; swapped: bytes; cpu_hot: times
-    "What others did to us between two samples; what one of them lacks is missing"
+    "Return what others did to us between two samples; values that one of them lacks are missing"
     def delta(key, a=before, b=after): return b[key]-a[key] if key in a and key in b and b[key] >= a[key] else None
     secs, total, busy, own, steal = [delta(o) for o in ('clock', 'cpu_total', 'cpu_busy', 'cpu_own', 'cpu_steal')]
     if not secs: return {}
@@ -202,6 +202,6 @@ def warnings_between(before, # `machine_state()` before the run
         after, # and after
         during=(), # `glance()`s in between
     )->list: # One string each: fact, likely cause, what to do
-    "What makes the timing of this run doubtful"
+    "Return what makes the timing of this run doubtful"
     o = _Between(before, after, during)
     return [*_of_others(o), *_of_clock(o), *_of_gpu(o)]

@@ -31,10 +31,10 @@ def _top_of(source):
 
 # %% ../../nbs/own/03_worktree.ipynb #70647a93
 @contextmanager
-def at_commit(source:Source, # As it is in the checkout
+def at_commit(source:Source, # The function in the checkout
               ref:str, # A commit, branch or tag
-    ): # The same function at `ref`, for the time of the block
-    "A source at another commit"
+    ): # The same function at `ref`, within the block
+    "Check out a source at another commit"
     top = _top_of(source)
     commit,file = _commit_of(top, ref),source.file.resolve().relative_to(top)
     folder = Path(mkdtemp(prefix='fastbench-'))
@@ -55,11 +55,11 @@ def _there(source, code, file, top, named):
     return other
 
 # %% ../../nbs/own/03_worktree.ipynb #a738dc19
-def sides(source:Source, # As it is in the checkout
-          other:Source, # As `at_commit` has it
+def sides(source:Source, # The function in the checkout
+          other:Source, # From `at_commit`
           ref:str, # Its commit, branch or tag
     )->str: # One line
-    "What A and B of a comparison with another commit are"
+    "Describe A and B of a comparison with another commit"
     a,b = origin(other),origin(source)
     what = 'the files as they are, with changes that are not committed' if b['dirty'] else 'the commit checked out'
     return f"A is {ref} ({a['commit'][:7]}), B {what} ({b['commit'][:7]}{' and changes' if b['dirty'] else ''})"

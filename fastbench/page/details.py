@@ -28,7 +28,7 @@ def _most_of(m): return max((a for a in m if a != 'step'), key=m.get, default='n
 
 # %% ../../nbs/page/04_details.ipynb #a3e2cde3
 def _bars(sides, phase, most=16):
-    "Average steps, a bar a Run, or a side"
+    "Draw average steps, one bar per Run or side"
     alls = [s for side in sides for s in side.timed]
     if len(alls) <= most: each,note = [(s.label, step_means(s.phases, phase)) for s in alls],''
     else:
@@ -60,7 +60,7 @@ def _phase_class(r, first):
 def phase_table(t, # A `Table`
                 about:str, # What it shows
     ): # An element
-    "The phase table, strong where it sums up, pale where there is little"
+    "Make the phase table, with sums in bold and small rows pale"
     n = 9 if any(r.get('device_mean') for r in t.rows) else 8
     first = [i == 0 or r['phase'] != t.rows[i-1]['phase'] for i,r in enumerate(t.rows)]
     lines = [_phase_line(r, f)[:n] for r,f in zip(t.rows, first)]
@@ -68,7 +68,7 @@ def phase_table(t, # A `Table`
 
 # %% ../../nbs/page/04_details.ipynb #618d32e4
 def _middle(side):
-    "Table and verdict of the Run in the middle by its time, and how many there are"
+    "Return table and verdict of the middle Run by time, and the number of Runs"
     have = sorted((s for s in side.all if s.rows), key=lambda s: s.run.seconds or 0.)
     return (have[(len(have)-1)//2] if have else None),len(have)
 
@@ -209,7 +209,7 @@ seeds: seed'''.replace('; ', '\n').splitlines()]
 
 # %% ../../nbs/page/04_details.ipynb #3bff91f0
 def _fact(side, name, keys):
-    "What the Runs of a side say of a field"
+    "Return the values of a field in the Runs of a side"
     vs = side.about(*keys)
     if name == 'weights': vs = list(dict.fromkeys(v.split(', seed ')[0] for v in vs))
     if name == 'started': vs = [f'{min(vs)} to {max(vs)}'] if len(vs) > 1 else vs
@@ -220,7 +220,7 @@ def _fact(side, name, keys):
 @section('What ran where')
 def where(shown:Shown, # What the page is about
     )->list: # Elements
-    "A line a fact, a column a side"
+    "Show one line per fact, one column per side"
     facts = [(name, keys.split()) for name,keys in _FIELDS if any(side.about(*keys.split()) for side in shown.sides)]
     rows,n = [[name, *(_fact(o, name, keys) for o in shown.sides)] for name,keys in facts],1+len(shown.sides)
     return [table(['', *(o.letter for o in shown.sides)], rows, n, 'What ran where', wrap=range(1, n))]
@@ -241,7 +241,7 @@ def _run_line(s, names):
 @section('Runs')
 def runs(shown:Shown, # What the page is about
     )->list: # Elements
-    "A line a Run"
+    "Show one line per Run"
     names = list(dict.fromkeys(k for s in shown.all for k,v in s.run.metrics.items() if _is_number(v)))[:6]
     head = ['Run', 'status', 'fit', 'step', 'samples/s', *(h.bdi(shortened(k, 24)) for k in names)]
     head += ['seed', 'warnings', 'started', 'id']
@@ -253,7 +253,7 @@ def _whole(text, n=4000):
     return h.bdi(text if len(text) <= n else f'{text[:n]}… ({len(text):,} characters)')
 
 def _fields_in_full(alls):
-    "Every field: once what is the same, a column a Run what is not"
+    "Show every field: once if equal, otherwise with one column per Run"
     same,other = shared_fields([s.run for s in alls])
     which = ' that is the same in all Runs' if len(alls) > 1 else ''
     rows = [[_whole(k), *('' if v is None else _whole(v) for v in vs)] for k,vs in other.items()]

@@ -40,7 +40,7 @@ class Seen:
 # %% ../../nbs/page/02_raw.ipynb #f58a8f8e
 def seen(run:Run, # What to look at; it is left as it is
     )->Seen: # A copy
-    "Take in a Run"
+    "Check a Run and prepare it for a report"
     own = from_json(replace(run, profile=None).to_json(), f'the Run {run.id}')
     own.path,own.profile = run.path,run.profile
     res = Seen(own)
@@ -50,7 +50,7 @@ def seen(run:Run, # What to look at; it is left as it is
     return res
 
 def _read(run):
-    "Phases and notes of a Run, after a look at all that a page draws"
+    "Return phases and notes of a Run, after checking all that a page draws"
     p = run.phases
     if p is None: return None,()
     run.figures_of(p)
@@ -59,7 +59,7 @@ def _read(run):
 
 # %% ../../nbs/page/02_raw.ipynb #270df74f
 def _opens(o):
-    "Is `o` taken apart? A list of numbers is not"
+    "Return whether `o` is taken apart; a list of numbers is not"
     if not o or not isinstance(o, (dict, list)): return False
     return isinstance(o, dict) or any(isinstance(x, (dict, list, str)) for x in o)
 
@@ -72,7 +72,7 @@ def _walk(o, at, depth=0):
 # %% ../../nbs/page/02_raw.ipynb #493d67ae
 def fields(run:Run # What was kept
     )->dict: # name with dots -> text; no values of steps
-    "Every field of a Run"
+    "Return every field of a Run"
     p = run.profile if isinstance(run.profile, dict) else {}
     d = {k: v for k,v in run.as_dict().items() if k != 'profile'}
     if p: d['profile'] = {k: v for k,v in p.items() if k not in ('fit', 'steps', 'device')}
@@ -81,7 +81,7 @@ def fields(run:Run # What was kept
 # %% ../../nbs/page/02_raw.ipynb #ae897af5
 def shared_fields(runs # `Run`s
     )->tuple: # dict of what is the same in all; dict name -> list of texts, one a Run, None where it lacks the field
-    "What Runs share, and in what they differ"
+    "Return the fields that Runs share, and those in which they differ"
     all_ = [fields(o) for o in runs]
     keys = list(dict.fromkeys(k for d in all_ for k in d))
     same = [k for k in keys if all(d.get(k) == all_[0].get(k) for d in all_)]
@@ -96,7 +96,7 @@ def _run_line(s):
 
 def runs_csv(all_ # `Seen` Runs
     )->str:
-    "A line a Run: every field, means of steps, peak memory"
+    "Write one line per Run: every field, means of steps, peak memory"
     table = [_run_line(s) for s in all_]
     head = list(dict.fromkeys(k for d in table for k in d))
     return csv_text(head, [[d.get(k) for k in head] for d in table])
@@ -111,7 +111,7 @@ def _epoch_lines(s):
 
 def epochs_csv(all_ # `Seen` Runs
     )->str: # Seconds of the epoch and what was computed at its end
-    "A line an epoch"
+    "Write one line per epoch"
     table = [o for s in all_ for o in _epoch_lines(s)]
     head = list(dict.fromkeys(k for d in table for k in d)) or ['label', 'id', 'epoch', 'seconds']
     return csv_text(head, [[d.get(k) for k in head] for d in table])
@@ -136,7 +136,7 @@ def _step_lines(logs, cols, k):
 def steps_csv(all_, # `Seen` Runs
               most:int=20_000, # Lines at most
     )->tuple: # The text; one in how many steps it holds; lines without that
-    "A line a step: seconds of each phase, empty where it did not happen"
+    "Write one line per step: seconds of each action, empty if it did not happen"
     logs = [(s, phase, clock, log) for s in all_ for phase,clock,log in _logs(s)]
     n = sum(-(-len(log)//log.stride) for *_,log in logs)
     k = max(1, -(-n//most))

@@ -27,13 +27,13 @@ STATUSES = dict(ok='finished', diverged='the loss became NaN or infinite: not a 
 # %% ../../nbs/runs/01_record.ipynb #f02a380a
 def new_id(recipe:str, # Name of the recipe
     )->str: # recipe, UTC time to the millisecond and four random bytes: sorts by time, unique among writers
-    "A name for a Run, fit for a file on every system"
+    "Return a name for a Run that is a valid file name on every system"
     name = re.sub(r'[^A-Za-z0-9._-]+', '_', recipe).lstrip('.')[:100]
     return f'{name}-{datetime.now(timezone.utc):%Y%m%dT%H%M%S%f}'[:-3] + f'-{secrets.token_hex(4)}'
 
 def when(id:str # Of a Run, or any file's name
     )->str: # Sorts by time; '' for a name that `new_id` did not make
-    "The moment that an id names"
+    "Return the time in an id"
     found = re.search(r'-(\d{8}T\d{6,9})-[0-9a-f]{8}$', id)
     return found[1] if found else ''
 
@@ -95,7 +95,7 @@ def _text(o): return o if type(o) is str and o.isascii() else str(o).encode('utf
 
 def plain(o # Dicts, lists, numbers, texts; anything
     ): # The same, as every reader of JSON can read it
-    "Only what JSON has"
+    "Convert to plain JSON values"
     if type(o) is str: return _text(o)
     if o is None or isinstance(o, (bool, int)): return o
     if isinstance(o, float):
@@ -113,7 +113,7 @@ def _unplain(o):
 
 @patch
 def as_dict(self:Run)->dict: # Plain values; what is in `extra` stands beside the other fields
-    "The Run as its file holds it"
+    "Return the Run in the form of its file"
     d = {o.name: getattr(self, o.name) for o in fields(self) if o.name != 'extra'}
     d = {k: v for k,v in d.items() if v or k not in ADDED}
     return plain({**d, **{k: v for k,v in self.extra.items() if k not in d}})
@@ -121,7 +121,7 @@ def as_dict(self:Run)->dict: # Plain values; what is in `extra` stands beside th
 # %% ../../nbs/runs/01_record.ipynb #995e021e
 @patch(as_prop=True)
 def phases(self:Run)->Phases|None: # None where nothing was measured, or was not read
-    "Where the time went, computed from the raw values; a `UserError` where they cannot be read"
+    "Where the time went, computed from the raw values; raises `UserError` if they cannot be read"
     return read_phases(self.profile, f'the Run {self.path or self.id}') if self.profile else None
 
 _stored = dict(step='step', rate='samples_per_second', host_memory='host', device_memory='device')  # in `pace`
@@ -129,7 +129,7 @@ _stored = dict(step='step', rate='samples_per_second', host_memory='host', devic
 @patch
 def figures_of(self:Run, phases:Phases|None # Its own, read before
     )->Figures:
-    "What it came to"
+    "Return the figures of a Run"
     got = {k: v for k in ('accuracy', 'perplexity') if isinstance(v := self.metrics.get(k), (int, float))}
     got |= measured(phases) if phases else {k: (self._pace or {}).get(o) for k,o in _stored.items()}
     each = [o.get('samples_per_second') for o in self.ranks]
@@ -137,14 +137,14 @@ def figures_of(self:Run, phases:Phases|None # Its own, read before
     return Figures(bs=self.recipe.get('bs'), seconds=self.seconds, goal=Goal.of(self.goal), **got)
 
 @patch(as_prop=True)
-def figures(self:Run)->Figures: # Of a Run that was read without its profile: without what only raw values say
-    "What it came to, in numbers"
+def figures(self:Run)->Figures: # If the Run was read without its profile, some are missing
+    "The results in numbers"
     return self.figures_of(self.phases)
 
 # %% ../../nbs/runs/01_record.ipynb #c0de39a1
 @patch(as_prop=True)
 def pace(self:Run)->dict: # step: seconds; samples_per_second; host, device: bytes; empty where nothing was measured
-    "What a list of Runs shows of the profile, as the file's beginning holds it"
+    "The summary of the profile for a list of Runs, from the file's beginning"
     if self.profile is None: return self._pace or {}
     try: f = self.figures
     except UserError: return {}  # it is told where the profile is asked for
@@ -172,7 +172,7 @@ def migration(since:int # Version that the decorated function reads; it returns 
 def migrate(d:dict, # What a file holds; `schema` says of which version
             name:str='this Run', # What to call it in an error
     )->dict: # Of version `SCHEMA`
-    "Bring what an older fastbench wrote up to date"
+    "Convert a file of an older fastbench"
     while d['schema'] < SCHEMA:
         v,f = d['schema'],_migrations.get(d['schema'])
         if f is None:
@@ -193,7 +193,7 @@ _kinds = {o.name: (int, float, type(None)) if o.name == 'seconds' else o.type fo
 def _kind(v): return {dict: 'an object', list: 'a list', str: 'a text', type(None): 'null'}.get(type(v), repr(v))
 
 def _checked(d, name):
-    "`d`, if it can be a Run"
+    "Check that `d` can be a Run"
     if not isinstance(d, dict) or type(d.get('schema')) is not int or d['schema'] < 1 or 'recipe' not in d:
         raise UserError(f'{name} is no Run: it has no schema and recipe. Was it written by fastbench?')
     if d['schema'] > SCHEMA:
@@ -220,7 +220,7 @@ def _run_of(d, name):
 def from_json(text:str, # What `to_json` wrote
               name:str='this text', # What to call it in an error: the file
     )->Run: # The same Run
-    "A Run read back"
+    "Read a Run from JSON"
     try: d = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise UserError(f'{name} is no JSON ({e}): was it cut off or edited?') from None
@@ -232,7 +232,7 @@ _before = set(_kinds) - {'profile', *ADDED} | {'pace'}
 def from_head(text:str, # The beginning of what `to_json` wrote
               name:str='this text', # What to call it in an error
     )->Run|None: # Without its profile; None where `text` is too short or the profile is not what comes last
-    "A Run without its raw values, from the beginning of its file"
+    "Read a Run without its raw values from the beginning of its file"
     end = text.find(', "profile": ')
     try: d = json.loads(f'{text[:end]}}}') if end > 0 else {}
     except (ValueError, RecursionError): return None
@@ -243,7 +243,7 @@ def from_head(text:str, # The beginning of what `to_json` wrote
 
 # %% ../../nbs/runs/01_record.ipynb #824b57c9
 def _own_said(d):
-    "What the user's own data are, besides their name"
+    "Describe the user's own data, besides their name"
     classes = f" in {d['n_classes']} classes" if d.get('n_classes') else ''
     return f"{d['n_items']:,} items{classes}, {d.get('fingerprint')}"
 

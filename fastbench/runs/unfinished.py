@@ -19,7 +19,7 @@ def unfinished_folder(recipe, # A `Recipe`
                       folder, # Of Runs
                       repeat:int=0, # Which repeat: added to the seed
     )->Path: # Absolute; it need not be there
-    "Where the checkpoints of a training are"
+    "Return the folder of a training's checkpoints"
     known = plain(as_dict(recipe)) | dict(repeat=repeat, source=recipe.origin().get('sha256'))
     about = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:10]
     name = re.sub(r'[^A-Za-z0-9._-]+', '_', recipe.name).lstrip('.')[:80]
@@ -27,19 +27,19 @@ def unfinished_folder(recipe, # A `Recipe`
 
 def is_unfinished(where:Path # Of `unfinished_folder`
     )->bool:
-    "Is there something to go on from?"
+    "Return whether there is a checkpoint to continue from"
     return any(where.glob('checkpoint-*'))
 
 def has_checkpoint(recipe, # A `Recipe`
                    folder, # Of Runs
                    repeat:int=0, # Which repeat
     )->bool:
-    "Can this training go on?"
+    "Return whether this training can be continued"
     return is_unfinished(unfinished_folder(recipe, folder, repeat))
 
 def forget_unfinished(where:Path # Of `unfinished_folder`
     ):
-    "The training is over, and its Run is kept"
+    "Remove the checkpoints of a training whose Run is kept"
     shutil.rmtree(where, ignore_errors=True)
     try: where.parent.rmdir()
     except OSError: pass  # of other trainings as well, or not there
@@ -47,7 +47,7 @@ def forget_unfinished(where:Path # Of `unfinished_folder`
 # %% ../../nbs/runs/04_unfinished.ipynb #fbce339a
 def checkpoint_interval(every:str # '10', '10min', '500steps'
     )->dict: # minutes or steps
-    "How often a checkpoint is written"
+    "Parse how often a checkpoint is written"
     m = re.fullmatch(r'\s*(\d*\.?\d+)\s*(m|min|minutes?|s|steps?)?\s*', str(every))
     steps = bool(m and m[2]) and m[2].startswith('s')
     if not m or not float(m[1]) or steps and '.' in m[1]:
@@ -61,7 +61,7 @@ def checkpoint_options(recipe, # A `Recipe`
                        every=None, # As for `checkpoint_interval`; None: every 10 minutes
                        resume:bool=False, # Go on, if it was cut off
     )->dict: # folder, minutes or steps, resume: for `run_recipe(checkpoints=...)`
-    "Where and how often checkpoints of a training are written"
+    "Return where and how often checkpoints of a training are written"
     where = unfinished_folder(recipe, folder, repeat)
     if is_unfinished(where) and not resume:
         raise UserError(f'{where} has checkpoints of this training, which was interrupted: --resume goes on from them; '

@@ -19,7 +19,7 @@ def _is_pair(o): return isinstance(o, (tuple, list)) and len(o) == 2 and all(isi
 def check_texts(texts, # Texts, or pairs of texts
                 name='text', # What to call them in an error: a column
     )->list: # The same
-    "Fail with the row where something is no text"
+    "Check that all are texts; the error names the row"
 
     for i,o in enumerate(texts):
         if type(o) is str:
@@ -38,10 +38,10 @@ class TextDataset:
     n_inp = 1
     def __init__(self,
         texts, # A list of strings or pairs
-        y=None, # A tensor of labels, one a text
+        y=None, # A tensor with one label per text
         vocab=None, # Names of the labels
-        name='text', # What to call the texts in an error: their column; None: they were checked before
-        cols=None, # The columns that texts were taken from, for more of the kind
+        name='text', # What to call the texts in an error: their column; None: already checked
+        cols=None, # The columns that the texts come from, needed by `like`
     ):
         if isinstance(texts, str): raise UserError('texts is one string: give a list of them')
         self.texts = list(texts) if name is None else check_texts(list(texts), name)
@@ -54,7 +54,7 @@ class TextDataset:
 
     def like(self, items # A string, strings, pairs, a Series, or a DataFrame with the same columns
         )->'TextDataset': # Without labels
-        "More texts, to predict"
+        "Return a data set of more texts, to predict"
         if isinstance(items, pd.DataFrame): items = texts_of(items, self.cols or ('text',))
         return TextDataset([items] if isinstance(items, str) else list(items), vocab=self.vocab, cols=self.cols)
 
@@ -62,7 +62,7 @@ class TextDataset:
 def texts_of(df, # A DataFrame
              cols, # The column of the texts, or two for pairs
     )->list:
-    "The texts of a DataFrame"
+    "Return the texts of a DataFrame"
     cols = [cols] if isinstance(cols, str) else list(cols)
     for o in cols:
         if o not in df.columns: raise UserError(unknown('column', o, list(map(str, df.columns))))
@@ -71,20 +71,20 @@ def texts_of(df, # A DataFrame
 
 # %% ../../nbs/text/04_dataset.ipynb #b51744e1
 def text_table(columns, # Name -> values, a list
-               width=200, # Characters of a text that are shown
+               width=200, # Number of characters shown of a text
     ): # A DataFrame
-    "Values to be shown, texts shortened"
+    "Make a table of values, texts shortened"
     def short(o): return o[:width] + ' …' if isinstance(o, str) and len(o) > width else o
     return pd.DataFrame({k: [short(o) for o in v] for k,v in columns.items()})
 
 # %% ../../nbs/text/04_dataset.ipynb #bcb3fec4
 class ShowsTexts:
-    "A loader that shows its batches as a table; `columns` says what of"
+    "A loader that shows its batches as a table; `columns` gives its contents"
     def columns(self, b, # A batch
                 out=None, # Its decoded predictions
                 max_n:int=9, # Examples at most
         )->dict: # Name of a column -> values
-        "What a batch holds"
+        "Return what a batch holds"
         raise NotImplementedError
 
     def _show(self, b, out, max_n, width, show):
@@ -100,7 +100,7 @@ def show_batch(self:ShowsTexts, b=None, # A batch; None: the next
                show:bool=True, # False: only give the table
                **kwargs # For fastai
     ): # A DataFrame
-    "Texts and targets of a batch"
+    "Show the texts and targets of a batch"
     return self._show(self.one_batch() if b is None else b, None, max_n, width, show)
 
 # %% ../../nbs/text/04_dataset.ipynb #85abdd19
@@ -112,5 +112,5 @@ def show_results(self:ShowsTexts, b, # A batch
                  show:bool=True, # False: only give the table
                  **kwargs # For fastai
     ): # A DataFrame
-    "Texts, targets and predictions of a batch"
+    "Show the texts, targets and predictions of a batch"
     return self._show(b, out, max_n, width, show)

@@ -18,16 +18,16 @@ from ..compat import efficient_attention, flash_attention
 def kernel_for(device:str, # Kind of device: 'cuda', 'cpu', ...
                capability:tuple|None, # Compute capability, (8, 0) for instance; None: not CUDA, or ROCm
                dtype:torch.dtype, # Of queries, keys and values
-               head_dim:int=64, # Numbers of a head
-               window:int|None=None, # Tokens that one sees to each side
-               causal:bool=False, # Nobody looks ahead
-               lengths:bool=True, # Does the host know the lengths of the texts?
+               head_dim:int=64, # Size of a head
+               window:int|None=None, # Number of tokens that a token sees to each side
+               causal:bool=False, # Tokens only look back
+               lengths:bool=True, # Whether the host knows the lengths of the texts
     )->str: # 'flash', 'efficient', 'by_text' or 'dense'
-    "The kernel for a packed batch"
+    "Choose the kernel for a packed batch"
     if device == 'cpu': return 'by_text'
     if device == 'cuda' and capability is not None:
         half,new = dtype in (torch.float16, torch.bfloat16),capability >= (8, 0)
-        widest = 256 if capability in ((8, 0), (9, 0)) else 192  # of a head, in the backward pass
+        widest = 256 if capability in ((8, 0), (9, 0)) else 192  # largest head in the backward pass
         if half and new and head_dim <= widest: return 'flash'
         known = dtype in (torch.float32, torch.float16) or dtype == torch.bfloat16 and new
         if known and capability >= (5, 0) and (window is None or causal): return 'efficient'
@@ -80,7 +80,7 @@ _kernels = dict(flash=_flash, efficient=_efficient, by_text=_by_text, dense=_den
 
 # %% ../../nbs/text/08_kernels.ipynb #4d63809d
 def _one_dtype(q, k, v):
-    "In the precision of autocast, or that of the values"
+    "Cast to the precision of autocast, or that of the values"
     kind = q.device.type
     if kind == 'cpu': return q,k,v  # PyTorch does it itself
     cast = torch.is_autocast_enabled(kind) and v.dtype in (torch.float32, torch.float16, torch.bfloat16)
@@ -93,7 +93,7 @@ def _capability(device):
 _said = set()
 
 def _say(name, q, bounds):
-    "Once a kind: what it costs to have no kernel for a packed batch"
+    "Warn, once for each kind, what it costs to have no kernel for a packed batch"
     n,texts,where = q.shape[2],len(bounds.cu)-1,f'{q.device.type} in {str(q.dtype)[6:]}'
     if q.device.type == 'cpu' or (name, where) in _said: return
     _said.add((name, where))
@@ -109,12 +109,12 @@ def packed_attention(q, # Queries: (1, heads, tokens, numbers)
                      k, # Keys, perhaps of fewer heads
                      v, # Values, likewise
                      bounds, # `Bounds` of the texts
-                     causal:bool=False, # Nobody looks ahead
-                     window:int|None=None, # Tokens that one sees to each side, itself among them
-                     scale:float|None=None, # Of the products; None: one over the root of the numbers of a head
-                     dropout:float=0., # Share of the weights that is dropped
+                     causal:bool=False, # Tokens only look back
+                     window:int|None=None, # Number of tokens that a token sees to each side, itself included
+                     scale:float|None=None, # Factor of the products; None: one over the root of the head size
+                     dropout:float=0., # Share of the weights to drop
     ): # (1, heads, tokens, numbers)
-    "Attention in which each text sees itself alone"
+    "Compute attention in which each text only sees itself"
     q,k,v = _one_dtype(q, k, v)
     if window and window >= bounds.longest: window = None
     name = kernel_for(q.device.type, _capability(q.device), q.dtype, q.shape[-1], window, causal, bounds.lengths)
@@ -122,23 +122,23 @@ def packed_attention(q, # Queries: (1, heads, tokens, numbers)
     return _kernels[name](q, k, v, bounds, causal, window, scale, dropout)
 
 # %% ../../nbs/text/08_kernels.ipynb #d9da1be8
-tolerances = {torch.float16: .02, torch.bfloat16: .1} # Of the largest number; other precisions: .01
+tolerances = {torch.float16: .02, torch.bfloat16: .1} # Relative to the largest number; other precisions: .01
 
 def _answers(f, q, k, v, **kwargs):
-    "Output and gradients"
+    "Return output and gradients"
     ps = [o.detach().requires_grad_() for o in (q, k, v)]
     out = f(*ps, **kwargs)
     return [out.detach(),*torch.autograd.grad(out.float().square().sum(), ps)]
 
-def ask_kernel(device:torch.device, # Where
-               dtype:torch.dtype, # In which precision
+def ask_kernel(device:torch.device, # Device to check
+               dtype:torch.dtype, # Precision to check
                bounds, # `Bounds` of some texts
-               heads, # Of queries
-               kv_heads, # Of keys and values
-               head_dim, # Numbers of a head
+               heads, # Number of heads of queries
+               kv_heads, # Number of heads of keys and values
+               head_dim, # Size of a head
                **how # causal, window, scale: as for `packed_attention`
     )->None: # Raises `ValueError`
-    "Is the kernel that would be taken there right?"
+    "Check that the kernel chosen for a device and a precision is right"
     rng,n = torch.Generator().manual_seed(0),sum(bounds.n)
     q,k,v = (torch.randn(1, h, n, head_dim, generator=rng).to(device, dtype) for h in (heads, kv_heads, kv_heads))
     kept = torch.random.fork_rng([device] if device.type == 'cuda' else [])

@@ -13,10 +13,10 @@ from ..recipe import Kind
 from ..rules import held_out, one_of, optional, setting, source, text, whole, yes_no
 
 # %% ../../nbs/text/23_kinds.ipynb #98205ff3
-_split = "validation: the data's own, or all pooled and drawn anew: 10%, and 20% to test"
+_split = "validation: the data's own, or a new draw from all texts: 10%, and 20% to test"
 _data = "data source, 'auto', or a path: a table, a folder of .txt by class"
-_valid = "validation of a path's texts; None: as they tell, else 20%"
-_column = 'column of the {} in a table; None: the one that it can only be'
+_valid = "validation of a path's texts; None: as the data says, else 20%"
+_column = 'column of the {} in a table; None: the only candidate'
 _loader = 'batches of texts: padded to max_length, or to their longest: see text.order'
 _tokens = 'tokens of a batch (budget, packed); None: bs texts of half of max_length'
 

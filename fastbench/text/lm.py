@@ -20,7 +20,7 @@ from .tokenize import by_text
 
 # %% ../../nbs/text/18_lm.ipynb #37a4e8be
 class TokenPerplexity(LeanLoss):
-    "Perplexity over all tokens that are to be told"
+    "Perplexity over all tokens to predict"
     def n(self, learn): return (learn.yb[0] != -100).sum()
     @property
     def value(self): return math.exp(min(float(self.total/self.count), 700)) if self.count else None
@@ -29,13 +29,13 @@ class TokenPerplexity(LeanLoss):
 
 # %% ../../nbs/text/18_lm.ipynb #1b614420
 class LanguageTask(Task):
-    "A task that makes its targets from texts"
+    "A task that makes its targets from the texts"
     per_token = True
     @classmethod
     def from_dls(cls, dls, **settings): return cls(**settings)
     def metrics(self): return [TokenPerplexity()]
     def finish(self, x, y=None): # x: dict of a batch; y: labels, not used
-        "A batch with its targets"
+        "Return a batch with its targets"
         return self.targets(x)
     def collate(self, tokenizer, examples, max_length=512):
         return self.targets(encode(tokenizer, [o if isinstance(o, str) else o[0] for o in examples], max_length))
@@ -56,7 +56,7 @@ class LanguageTask(Task):
 
 # %% ../../nbs/text/18_lm.ipynb #10d96d4a
 class CausalLM(LanguageTask):
-    "The next token"
+    "Predict the next token"
     name = head = 'causal-lm'
     def targets(self, x):
         ids,y = x['input_ids'],torch.full_like(x['input_ids'], -100)
@@ -65,13 +65,13 @@ class CausalLM(LanguageTask):
         else: y[:,:-1][(x['attention_mask'][:,1:] == 0) | (x['attention_mask'][:,:-1] == 0)] = -100
         return x, y
 
-    def predict(self, learn, items, n=20, **kwargs): # n: tokens at most; kwargs: of transformers' `generate`
-        "Each text with what follows, its tokens, and their log-probabilities"
+    def predict(self, learn, items, n=20, **kwargs): # n: maximum number of tokens; kwargs: for transformers' `generate`
+        "Return each text with its continuation, the new tokens, and their log-probabilities"
         return [_continued(learn, o, n, kwargs) for o in items]
 
 # %% ../../nbs/text/18_lm.ipynb #846f7c95
 def _continued(learn, text, n, kwargs):
-    "`text` with what follows, its tokens, and their log-probabilities"
+    "Return `text` with its continuation, the new tokens, and their log-probabilities"
     t,hf = learn.dls.tokenizer,learn.model.hf
     enc = t(text, return_tensors='pt', truncation=True, max_length=learn.max_length, add_special_tokens=False)
     enc = {k: v.to(hf.device) for k,v in enc.items() if k in learn.model.takes}
@@ -92,8 +92,8 @@ def _mix(z): # splitmix64
 
 # %% ../../nbs/text/18_lm.ipynb #84d9bbad
 def _draws(x, seed):
-    """Which places hold a token; three random numbers for each token, which hang on its text, its place there and
-    `seed` alone; the number of its text"""
+    """Return which places hold a token; three random numbers for each token, which depend only on its text, its place
+    there and `seed`; the number of its text"""
     ids = x['input_ids'].numpy()
     real = np.ones(ids.shape, bool) if 'cu_seq_lens' in x else x['attention_mask'].numpy() > 0
     n = x['cu_seq_lens'].diff().numpy() if 'cu_seq_lens' in x else real.sum(1)
@@ -106,10 +106,10 @@ def _draws(x, seed):
 
 # %% ../../nbs/text/18_lm.ipynb #8022b1fc
 class MaskedLM(LanguageTask):
-    "The tokens that were hidden"
+    "Predict the hidden tokens"
     name = head = 'masked-lm'
-    def __init__(self, share:float=.15, # Of the tokens, to be told
-                 seed:int=42, # Of the draw
+    def __init__(self, share:float=.15, # Share of the tokens to predict
+                 seed:int=42, # Random seed
         ):
         if not 0 < share < 1:
             raise UserError(f'share={share!r} cannot be: the share of tokens to hide, between 0 and 1')
@@ -129,7 +129,7 @@ class MaskedLM(LanguageTask):
 
     def finish(self, x, y=None): return self.targets(x, crc32(x['input_ids'].numpy().tobytes()))
     def finish_same(self, x, y=None): # x: dict of a batch; y: labels, not used
-        "A batch with its targets, for each text always the same ones"
+        "Return a batch with its targets, always the same ones for each text"
         return self.targets(x)
 
 # %% ../../nbs/text/18_lm.ipynb #8deea273
@@ -152,8 +152,8 @@ def _filled(learn, text):
 @patch
 def targets(self:MaskedLM, x, # Dict of a batch
             salt=0, # Added to the seed
-    ): # (x with hidden tokens, what they were)
-    "Hide tokens, and make them the targets"
+    ): # (x with hidden tokens, the original tokens)
+    "Hide tokens and make them the targets"
     t,ids = self._tok,x['input_ids'].numpy()
     real,(u,kind,other),text = _draws(x, (self.seed ^ salt << 32) & 2**64-1)
     old = ids[real]
@@ -171,5 +171,5 @@ def targets(self:MaskedLM, x, # Dict of a batch
 # %% ../../nbs/text/18_lm.ipynb #cddb4d7b
 @patch
 def predict(self:MaskedLM, learn, items, **kwargs):
-    "Each text with its masks filled, the tokens that fill them, and their probabilities"
+    "Return each text with its masks filled, the tokens that fill them, and their probabilities"
     return [_filled(learn, o) for o in items]

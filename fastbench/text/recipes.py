@@ -36,11 +36,11 @@ def _family(arch):
     return kind
 
 # %% ../../nbs/text/22_recipes.ipynb #e21ac159
-def recipe_tokenizer(r:Recipe, # Its `arch`, and whether published weights are asked for
+def recipe_tokenizer(r:Recipe, # Recipe: its `arch`, and whether published weights are asked for
                      texts, # A `TextSet`
                      offline:bool=False, # Never open a connection
     )->tuple: # The tokenizer, and why it is not the published one (None: it is, or was not asked for)
-    "The tokenizer of a recipe"
+    "Return the tokenizer of a recipe"
     if Path(r.arch).is_dir(): return find_tokenizer(r.arch),None
     why = None
     if r.pretrained:
@@ -51,12 +51,12 @@ def recipe_tokenizer(r:Recipe, # Its `arch`, and whether published weights are a
         return source_tokenizer(texts, _family(r.arch)),why
 
 # %% ../../nbs/text/22_recipes.ipynb #1fb8f37d
-def recipe_dls(r:Recipe, # Data, loader and lengths
+def recipe_dls(r:Recipe, # Recipe: data, loader and lengths
                bs:int, # Texts in a batch
                device=None, # Where batches go
                offline:bool=False, # Never open a connection
-    )->DataLoaders: # With `info`; `fallback_weights` in it says why weights will be random
-    "The `DataLoaders` of a `Transformer`"
+    )->DataLoaders: # With `info`; its `fallback_weights` says why weights will be random
+    "Make the `DataLoaders` of a `Transformer`"
     own = {o: getattr(r, o) for o in ('valid', 'text_col', 'label_col')}
     ts = load_text_source(r.data, split=r.split, sample=r.sample, seed=r.seed, offline=offline, **own)
     if ts.classes is None: raise UserError(f"data={r.data!r} has no labels: the kind LanguageModel trains on it")
@@ -77,12 +77,12 @@ def recipe_dls(r:Recipe, # Data, loader and lengths
 # %% ../../nbs/text/22_recipes.ipynb #8d4cffb2
 _attn = dict(own=None, weights='fastbench', values='fastbench_values')
 
-def recipe_learner(r:Recipe, # Model and attention
+def recipe_learner(r:Recipe, # Recipe: model and attention
                    dls, # From `recipe_dls`
                    offline:bool=False, # Never open a connection
                    **kwargs, # For the Learner: loss_func, opt_func, lr, wd
     ): # A `BenchLearner`
-    "The Learner of a `Transformer`"
+    "Make the Learner of a `Transformer`"
     why = dls.info.get('fallback_weights')
     kwargs = dict(metrics=accuracy, attn=_attn[r.attention], offline=offline) | kwargs
     if r.pretrained and not why:
@@ -95,7 +95,7 @@ def recipe_learner(r:Recipe, # Model and attention
 
 # %% ../../nbs/text/22_recipes.ipynb #f6362835
 class _SaveModel(SaveModelCallback):
-    "fastai's by the name of a value; of epochs that were cut short, too, and without a line for each that is better"
+    "fastai's callback, also for epochs that were cut short, and without printing a line for each better epoch"
     name,_kept = 'save_model',False
     def before_fit(self):
         super().before_fit()
@@ -114,7 +114,7 @@ class _SaveModel(SaveModelCallback):
         super().after_fit()
 
     def _share(self):
-        "The first process has written the file: its folder is not there for those of other machines"
+        "Share the file that the first process wrote: processes on other machines cannot see its folder"
         if not is_joined() or world_size() < 2: return
         own = self.learn.path/self.learn.model_dir/f'{self.fname}.pth'
         data = broadcast(None if rank() else own.read_bytes())

@@ -12,14 +12,14 @@ from torch import nn
 from ..errors import UserError
 
 # %% ../../nbs/text/19_splitter.ipynb #7f32c503
-def _members(o): # of a list of lists, the innermost
+def _members(o): # the innermost members of a list of lists
     return [x for m in o for x in (_members(m) if isinstance(m, nn.ModuleList) else [m])]
 
 def _is_stack(o): return isinstance(o, nn.ModuleList) and any(next(m.children(), None) is not None for m in o)
 
 # %% ../../nbs/text/19_splitter.ipynb #fe11afb3
 def _stacks(module, name=''):
-    "(name of the parent, name of its last list, blocks) for each stack; a block is a list of modules"
+    "Return (name of the parent, name of its last list, blocks) for each stack; a block is a list of modules"
     lists = {k: _members(o) for k,o in module.named_children() if isinstance(o, nn.ModuleList)}
     def is_main(o): return _is_stack(o) or any(isinstance(m, nn.ModuleList) for m in o)
     main = {k: o for k,o in lists.items() if is_main(module.get_submodule(k))}
@@ -40,7 +40,7 @@ def _is_embedding(module, path):
 
 # %% ../../nbs/text/19_splitter.ipynb #1da5696f
 def _place(base, name, stacks):
-    "Where the parameter `name` of `base` belongs: 'head', 'before', or the number of the stack that it follows"
+    "Return where parameter `name` of `base` belongs: 'head', 'before', or the number of the stack that it follows"
     low = name.lower()
     if 'pool' in low: return 'head'
     if _is_embedding(base, name): return 'before'
@@ -50,7 +50,7 @@ def _place(base, name, stacks):
     parts,res = name.split('.'),'before'
     for i,(parent,last,_) in enumerate(stacks):
         at = parent.split('.') if parent else []
-        part = (j for j,(a,b) in enumerate(zip(at, parts)) if a != b) # where the ways part
+        part = (j for j,(a,b) in enumerate(zip(at, parts)) if a != b) # where the paths diverge
         k = next(part, min(len(at), len(parts)-1))
         mine,its = parts[k],(at+[last])[k]
         order = [o for o,_ in base.get_submodule('.'.join(parts[:k])).named_children()]
@@ -59,7 +59,7 @@ def _place(base, name, stacks):
 
 # %% ../../nbs/text/19_splitter.ipynb #3890a784
 def _owners(stacks):
-    "Parameter -> number of its block, counted through all stacks; the number of each stack's last block"
+    "Return each parameter's block number, counted across all stacks, and the number of each stack's last block"
     owner,n,ends = {},0,[]
     for _,_,blocks in stacks:
         for b in blocks:
@@ -70,7 +70,7 @@ def _owners(stacks):
 
 # %% ../../nbs/text/19_splitter.ipynb #e8699739
 def _parts(model):
-    "Names of parameters: embeddings, each block with what follows it, head"
+    "Return names of parameters: embeddings, each block with what follows it, head"
     hf = getattr(model, 'hf', model)
     base = getattr(hf, 'base_model', hf)
     stacks = list(_stacks(base))
@@ -101,22 +101,22 @@ def _find_head(base, groups, stacks):
 # %% ../../nbs/text/19_splitter.ipynb #ff8160cf
 def hf_splitter(model # An `HFModel`, or a model of transformers
     )->L: # Parameters of embeddings, layers, head
-    "Three groups of parameters, each parameter once"
+    "Split the parameters into three groups, each parameter once"
     first,*layers,head = _parts(model)
     return L(first, [p for o in layers for p in o], head)
 
 # %% ../../nbs/text/19_splitter.ipynb #2771e34b
 def layer_groups(model # An `HFModel`, or a model of transformers
     )->L: # Parameters of embeddings, of each layer, of the head
-    "A group for every layer; of an encoder-decoder the encoder's first"
+    "Make one group per layer; in an encoder-decoder the encoder's come first"
     return L(_parts(model))
 
 # %% ../../nbs/text/19_splitter.ipynb #9eaa3793
 def layer_decay(model, # An `HFModel`, or a Learner with `splitter=layer_groups`
-                lr:float, # Rate of the head
+                lr:float, # Learning rate of the head
                 decay:float=.9, # Share of the rate that the layer below gets, above 0 to 1
     )->list: # A rate for each of `layer_groups`, embeddings first
-    "Rates that fall from layer to layer, towards the embeddings"
+    "Return rates that fall from layer to layer, towards the embeddings"
     if not 0 < decay <= 1:
         raise UserError(f'decay={decay!r} cannot be: the share of its rate that a layer passes on to the one below, '
                         'above 0 to 1')

@@ -35,9 +35,9 @@ def _first(o): return o.x if isinstance(o, Item) else o
 # %% ../../nbs/vision/02_data.ipynb #80e32e31
 class TooFewImages(UserError):
     "Fewer training images, `n`, than a batch"
-    def __init__(self, bs, # Samples a batch
-                 name, # Of the source
-                 n, # Training images
+    def __init__(self, bs, # Batch size
+                 name, # Name of the source
+                 n, # Number of training images
                  sample, # Share of the data
         ):
         super().__init__(f'bs={bs} cannot be: {name} has {n} training images (sample={sample:g}), less than a batch')
@@ -45,7 +45,7 @@ class TooFewImages(UserError):
 
 # %% ../../nbs/vision/02_data.ipynb #bc45d793
 class ArrayDL(SeededDL):
-    "A `SeededDL` that cuts its batches from tensors, where it has them"
+    "A `SeededDL` that cuts its batches from tensors, if it has them"
     def __init__(self, dataset, # What to load
                  arrays=None, # Images and labels as tensors
                  **kwargs):
@@ -63,11 +63,11 @@ class ArrayDL(SeededDL):
 
 # %% ../../nbs/vision/02_data.ipynb #112bbeed
 class BatchResize(RandTransform):
-    "Resize a batch, in training of one random crop of it (one for all) and each image flipped or not"
+    "Resize a batch; in training, take one random crop for all images and flip each at random"
     order,split_idx = 20,None # after IntToFloatTensor, before Normalize
-    def __init__(self, size=None, # Pixels; None: as it is
-                 min_scale=1., # Least share of the image in a crop of a training batch
-                 flip=0., # Chance to be mirrored
+    def __init__(self, size=None, # Size in pixels; None: unchanged
+                 min_scale=1., # Smallest share of the image in a crop of a training batch
+                 flip=0., # Probability of a horizontal flip
         ):
         super().__init__()
         self.size,self.min_scale,self.flip,self.rng = size,min_scale,flip,torch.Generator()
@@ -92,7 +92,7 @@ class BatchResize(RandTransform):
 
 # %% ../../nbs/vision/02_data.ipynb #f42f108c
 class _Label(Transform):
-    "The category's name of an item"
+    "Return the name of an item's category"
     def __init__(self, classes): self.classes = classes
     def encodes(self, o): return self.classes[o.y]
 
@@ -103,7 +103,7 @@ def _sampled(items, sample, seed):
     return [o for i,o in enumerate(items) if i in keep]
 
 def _split(got, split, seed):
-    "Training and validation items"
+    "Return training and validation items"
     if split not in ('own', 'pooled'):
         raise UserError(f"split={split!r} cannot be: 'own', or 'pooled' for 20% of training and validation together")
     if split == 'own': return got.train,got.valid
@@ -136,7 +136,7 @@ def _array_dls(dsets, parts, size, min_scale, flip, stats, item_tfms=(), **kwarg
 
 # %% ../../nbs/vision/02_data.ipynb #24ca1fbf
 def _datasets(parts, classes, n_ch):
-    "Training and validation items with their transforms"
+    "Return training and validation items with their transforms"
     items,n = parts[0]+parts[1],len(parts[0])
     image = (PILImageBW if n_ch == 1 else PILImage).create
     label = [_Label(classes), Categorize(vocab=classes, sort=False)]
@@ -147,19 +147,19 @@ def vision_dls(data='digits', # A source, `imagenette` (picks its archive by `si
                size=None, # Side in pixels that images are resized to; None: the source's own
                bs=64, # Images per batch; the last, incomplete one of training is dropped
                workers=None, # Loader processes; None: min(8, cpus), 0 for images in memory
-               prefetch=2, # Batches that each worker makes ahead
-               seed=42, # Of split, sample, order and augmentation
+               prefetch=2, # Number of batches that each worker makes ahead
+               seed=42, # Random seed of split, sample, order and augmentation
                min_scale=None, # Smallest share of the area in a random crop (1: `Resize`); None: as suits the source
                flip=None, # Probability of a horizontal flip; None: as suits the source
                sample=1., # Share of every category to use, in training and validation
                device=None, # None: fastai's default
-               offline=False, # Never open a socket
+               offline=False, # Never open a connection
                split='own', # Validation: 'own', as the source has it; 'pooled': a random 20% of all its images
-               valid=None, # Of a path: a share, a column or folder in it, or a path; None: as it tells, else 20%
-               label_col=None, # Of a path to a table: the column of the labels
-               item_tfms=(), # More transforms of images, done before the crop
+               valid=None, # For a path: a share, a column or folder in it, or a path; None: as the data says, else 20%
+               label_col=None, # For a path to a table: the column of the labels
+               item_tfms=(), # More transforms of images, applied before the crop
     )->DataLoaders: # With `info`: name, version, asked, fallback, real, synthetic, sizes and all settings in effect
-    "`DataLoaders` of a named source"
+    "Make the `DataLoaders` of a named source"
     check_field(Images, 'bs', bs, without='largest')
     given = dict(size=size, workers=workers, prefetch=prefetch, seed=seed, sample=sample,
                  min_scale=min_scale, flip=flip, valid=valid, label_col=label_col)
