@@ -2975,7 +2975,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'fastbench/measure/kernels.py'),
                                            'fastbench.measure.kernels._time': ( 'measure/kernels.html#_time',
                                                                                 'fastbench/measure/kernels.py'),
-                                           'fastbench.measure.kernels.dearest': ( 'measure/kernels.html#dearest',
+                                           'fastbench.measure.kernels.slowest': ( 'measure/kernels.html#slowest',
                                                                                   'fastbench/measure/kernels.py'),
                                            'fastbench.measure.kernels.summary': ( 'measure/kernels.html#summary',
                                                                                   'fastbench/measure/kernels.py'),

@@ -218,7 +218,7 @@ def _verdict(d):
     parts = ', '.join(f"{_short[r['part']]} {r['share']:.0%}" for r in d.stalls.rows[1:] if r['share'] >= .01)
     said = f'input-bound: {waits:.0%} of a step waits for its input ({parts})'
     dear = max((r for r in d.stations.rows if r['where'] != 'batch'), key=lambda r: r['each'], default=None)
-    if dear: said += f"; the dearest station is {dear['station']}, {dear['share']:.0%} of a batch"
+    if dear: said += f"; the slowest station is {dear['station']}, {dear['share']:.0%} of a batch"
     if best and best['gain'] >= 1.05:
         said += f"; {best['name']} would make the step {duration(best['step'])} of {duration(whole)}"
     return said
