@@ -55,7 +55,7 @@ def main(argv):
     parser.add_argument('--flags', default='')
     parser.add_argument('--n-workers', type=int, default=1)
     args, start = parser.parse_args(argv), time.time()
-    files = sorted(o.absolute() for o in nbglob(ROOT/'nbs', as_path=True))
+    files = sorted((o.absolute() for o in nbglob(ROOT/'nbs', as_path=True)), key=lambda o: ('tutorials' not in o.parts, o))  # the long ones first
     way = 'fork' if sys.platform.startswith('linux') else 'spawn'
     if way == 'fork': warm()
     took, failed = run_all(files, args.flags.split(), args.n_workers, way)

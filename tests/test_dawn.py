@@ -446,8 +446,8 @@ def test_the_embedded_data_has_its_own_ladder():
 
 
 def test_ladder_command(tmp_path):
-    args = '--rungs baseline,airbench --data photos --size 32 --sample .05 --epochs 1 --precision fp32 --target 1 --json --offline'.split()
+    args = '--rungs baseline,bulk --data photos --size 32 --sample .05 --epochs 1 --precision fp32 --target 1 --json --offline'.split()
     p = subprocess.run([sys.executable, '-m', 'fastbench', 'ladder', 'dawn', *args, '--out', tmp_path, '--plot', tmp_path/'p.png'], capture_output=True, text=True, timeout=500)
     d = json.loads(p.stdout)
-    assert p.returncode == 0 and [(r['rung'], r['status']) for r in d['rows']] == [('baseline', 'target not reached'), ('airbench', 'target not reached')], p.stderr
+    assert p.returncode == 0 and [(r['rung'], r['status']) for r in d['rows']] == [('baseline', 'target not reached'), ('bulk', 'target not reached')], p.stderr
     assert 'no picture' in p.stderr and len(list(tmp_path.glob('*.json'))) == 2

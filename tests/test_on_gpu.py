@@ -212,11 +212,11 @@ def test_seconds_are_of_the_fit_alone(monkeypatch):
     "Not of counting FLOPs, nor of measuring the peak, after it"
     import fastbench.measure.profiler as profiler_module
     from time import sleep
-    monkeypatch.setattr(profiler_module, 'matmul_peak', lambda *a: sleep(1.5) or 1e12)
+    monkeypatch.setattr(profiler_module, 'matmul_peak', lambda *a: sleep(5) or 1e12)
     run = quiet(device='cpu', target=.99)
     assert run.profile['facts']['efficiency']['peak'] == 1e12
     fit = run.profile['fit']['fit']['values']['seconds'][0]
-    assert run.seconds < fit + 1.  # of 1.5 that the peak took
+    assert run.seconds < fit + 4.  # of 5 that the peak took
 
 
 def test_a_target_with_batches_is_reached():
