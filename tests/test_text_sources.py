@@ -1,5 +1,5 @@
 "Text sources: what is given, what is refused, what stays the same"
-import re, socket, subprocess, sys, time, warnings
+import re, socket, subprocess, sys, warnings
 
 import pytest
 
