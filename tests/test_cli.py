@@ -305,6 +305,13 @@ def test_a_terminal_without_all_letters(kept):
     assert p.returncode == 0 and 'digits-xresnet18' in p.stdout and 'Traceback' not in p.stderr
 
 
+def test_the_help_says_in_one_whole_line_what_each_command_does(capsys, monkeypatch):
+    monkeypatch.setenv('COLUMNS', '80')
+    code, out, _ = command(monkeypatch, capsys, '--help')
+    lines = out.split('Commands:')[1].strip().splitlines()
+    assert code == 0 and len(lines) > 12 and all(o.endswith('.') and not o.endswith('...') for o in lines), lines
+
+
 @pytest.mark.parametrize('args', ['--help', 'run --help', 'list', 'list --json', 'show', 'show --json', '--version', 'show nosuch', 'run nosuch'])
 def test_what_answers_at_once_imports_nothing_heavy(kept, args):
     p = subprocess.run([sys.executable, '-X', 'importtime', '-m', 'fastbench', *args.split()], capture_output=True, text=True, timeout=LIMIT,

@@ -35,7 +35,8 @@ def list_caches(where:Where=None, as_json:Json=False):
 
 # %% ../../nbs/command/10_cache.ipynb #ddda7d08
 @_cache.command('clear', epilog=example('fastbench cache clear photos'))
-def clear(names:argument(list[str], 'What those to clear begin with.', show_default='all', metavar='[NAME]...')=None,
+def clear(names:argument(list[str], 'Clear only caches whose names begin so.', show_default='all',
+                         metavar='[NAME]...')=None,
           where:Where=None):
     "Remove caches, finished or not."
     gone = clear_caches(names or (), where)

@@ -18,20 +18,21 @@ from .terminal import app, example, kept_like, print_json, print_table, say
 # %% ../../nbs/command/04_compare.ipynb #aedd22d8
 @app.command(epilog=example('fastbench compare ab:A ab:B', 'fastbench compare before after --fail-above 5%'))
 def compare(
-    a:argument(str, "A folder of Runs, a file, an id, the beginning of several; ab:A, ab:B of `ab`.", metavar='A',
+    a:argument(str, "A folder of Runs, a file, an id, or the beginning of several; ab:A or ab:B.", metavar='A',
                autocompletion=kept_like),
-    b:argument(str, 'The same, of what is judged.', metavar='B', autocompletion=kept_like),
+    b:argument(str, 'The same, for the side that is judged.', metavar='B', autocompletion=kept_like),
     on:On=None,
     anyway:Anyway=False,
     threshold:Threshold=None,
     fail_above:FailAbove=None,
     price:Price=None,
-    paired:option(bool, 'Runs of A and B are pairs.', '--paired/--not-paired', show_default='if they took turns')=None,
+    paired:option(bool, 'Whether the Runs of A and B are pairs.', '--paired/--not-paired',
+                  show_default='if they took turns')=None,
     out:Out=Path(FOLDER),
     markdown:Markdown=False,
     as_json:Json=False,
 ):
-    "Say which of two sides of kept Runs is faster, phase by phase."
+    "Compare two sides of kept Runs, phase by phase."
     from fastbench.compare.runs import NotComparable, compare
     how = dict(anyway=anyway, paired=paired, on=on or (), folder=out, price=price)
     try: c = compare(a, b, threshold=.01 if threshold is None else threshold, **how)

@@ -18,24 +18,24 @@ from .options import Device, Json, argument, field, flag, option
 from .terminal import app, example, names_like, say
 
 # %% ../../nbs/command/08_doctor.ipynb #1ad1d09a
-_what = 'Diagnose its input: what a step waits for, and what would help. Left out: look at this machine.'
+_what = 'Training whose input to diagnose: what a step waits for, and what would help. If left out: this machine.'
 
 @app.command(epilog=example('fastbench doctor', 'fastbench doctor photos-xresnet18'))
 def doctor(
     diagnosed:argument(Optional[str], _what, metavar='[RECIPE|FILE.py]', autocompletion=names_like,
                        show_default=False)=None,
-    no_trial:flag('Run nothing: leave open how small a difference this machine can see.', '--no-trial')=False,
-    n:option(int, 'Runs of the trial.', '--runs', min=4)=10,
+    no_trial:flag('Train nothing; how small a difference this machine can detect stays open.', '--no-trial')=False,
+    n:option(int, 'Number of runs in the trial.', '--runs', min=4)=10,
     budget:option(_time, 'Begin no run of the trial after it: 2m. Of a diagnosis: about how long it takes.',
                   parser=_time, metavar='TIME')=None,
-    recipe:option(str, 'What the trial runs.', metavar='RECIPE', autocompletion=names_like,
+    recipe:option(str, 'Recipe that the trial runs.', metavar='RECIPE', autocompletion=names_like,
                   show_default='digits-xresnet18, cut short')='digits-xresnet18',
     fields:option(list[str], 'A field of the recipe to diagnose.', '--set', metavar='FIELD=VALUE')=None,
     device:Device=None,
     keep:option(Path, 'Keep the Runs of the trial here.', metavar='FOLDER', show_default='they are not kept')=None,
     as_json:Json=False,
 ):
-    "Say what this machine is and what it can see; or, of a RECIPE, what its steps wait for."
+    "Look at this machine. With a RECIPE: find out what its steps wait for."
     from fastbench.compare.doctor import doctor
     from fastbench.bench.launch import Interrupted
     if diagnosed: return _diagnose(diagnosed, dict(map(field, fields or ())), device, budget, as_json)

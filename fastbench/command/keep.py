@@ -33,14 +33,14 @@ class Kind(str, Enum):
 def _some(help, **kwargs): return option(list[str], help, show_default=False, **kwargs)
 def _one(help): return option(str, help, metavar='DATE', show_default=False)
 
-OfRecipe = _some('Only of this recipe; `imdb-*` is several.', metavar='NAME')
-OfData = _some('Only with this data, as really used.', metavar='NAME')
-OnDevice = _some('Only on a kind of device (cpu, cuda) or on one with this in its name.', metavar='NAME')
-InPrecision = _some('Only in this precision, as in effect.', metavar='NAME')
-AtCommit = _some('Only at this commit; its beginning will do.', metavar='HEX')
-WithStatus = _some('Only ok, failed, diverged or interrupted ones.', metavar='STATUS')
-Since = _one('Only from this day or moment on (UTC): 2026-11-20, 2026-11-20T14:30.')
-Until = _one('Only up to this day, or before this moment.')
+OfRecipe = _some('Only Runs of this recipe; `imdb-*` means all that begin so.', metavar='NAME')
+OfData = _some('Only Runs with this data (what was really used).', metavar='NAME')
+OnDevice = _some('Only Runs on this kind of device (cpu, cuda), or with this in its name.', metavar='NAME')
+InPrecision = _some('Only Runs in this precision (the one in effect).', metavar='NAME')
+AtCommit = _some('Only Runs at this commit; its first characters are enough.', metavar='HEX')
+WithStatus = _some('Only Runs with this status: ok, failed, diverged or interrupted.', metavar='STATUS')
+Since = _one('Only Runs since this day or time (UTC): 2026-11-20, 2026-11-20T14:30.')
+Until = _one('Only Runs until this day, or before this time (UTC).')
 
 def _filters(**kwargs): return given({k: v or None for k,v in kwargs.items()})
 
@@ -100,8 +100,9 @@ def _runs(found):
 def list_(what:argument(Kind, 'What to list.')=Kind.all, recipe:OfRecipe=None, data:OfData=None, device:OnDevice=None,
           precision:InPrecision=None, commit:AtCommit=None, since:Since=None, until:Until=None, status:WithStatus=None,
           out:Out=Path(FOLDER), as_json:Json=False,
-          n:option(int, 'How many Runs, newest last.', '--last', '-n', min=1, show_default='20; with --json all')=None):
-    "List suites, recipes and the Runs that are kept."
+          n:option(int, 'Number of Runs, newest last.', '--last', '-n', min=1,
+                   show_default='20; with --json all')=None):
+    "List suites, recipes and kept Runs."
     filters = _filters(recipe=recipe, data=data, device=device, precision=precision, commit=commit, since=since,
                        until=until, status=status)
     if filters and what is Kind.all: what = Kind.runs
@@ -142,11 +143,11 @@ def _show_suite(name, as_json):
 
 # %% ../../nbs/command/03_keep.ipynb #8a168113
 @app.command(epilog=example('fastbench show last', 'fastbench show digits-xresnet18', 'fastbench show colab'))
-def show(name:argument(str, "A Run's file, its id, the beginning of it, `last`; a recipe or suite; FILE.py.",
+def show(name:argument(str, "A Run (its file, its id or the beginning of it, `last`), a recipe, a suite, or FILE.py.",
                        metavar='RUN',
                        autocompletion=kept_like)='last',
          out:Out=Path(FOLDER), as_json:Json=False):
-    "Show a Run: where its time went, how it ended. Of a recipe or FILE.py its fields, of a suite what was published."
+    "Show a Run: where its time went, how it ended. Of a recipe or FILE.py, its fields; of a suite, published figures."
     if name in suites(): return _show_suite(name, as_json)
     if name in recipes() or is_own(name): return _show_fields(get_recipe(name), as_json)
     r = find(name, out)
@@ -155,12 +156,12 @@ def show(name:argument(str, "A Run's file, its id, the beginning of it, `last`; 
 
 # %% ../../nbs/command/03_keep.ipynb #51a4178b
 @app.command('export', epilog=example('fastbench export runs.csv'))
-def export_(file:argument(Path, 'What to write; its ending, .csv or .parquet, says how.', metavar='FILE'),
-            steps:flag('The raw values: a line for each phase of each step.', '--steps')=False,
+def export_(file:argument(Path, 'File to write; its ending, .csv or .parquet, sets the format.', metavar='FILE'),
+            steps:flag('Write the raw values: a line for each phase of each step.', '--steps')=False,
             recipe:OfRecipe=None, data:OfData=None, device:OnDevice=None, precision:InPrecision=None,
             commit:AtCommit=None, since:Since=None, until:Until=None, status:WithStatus=None, out:Out=Path(FOLDER),
-            n:option(int, 'How many Runs, the newest.', '--last', '-n', min=1, show_default='all')=None):
-    "Write the Runs that are kept as a table: CSV or Parquet."
+            n:option(int, 'Number of Runs, the newest ones.', '--last', '-n', min=1, show_default='all')=None):
+    "Write kept Runs as a table: CSV or Parquet."
     filters = _filters(recipe=recipe, data=data, device=device, precision=precision, commit=commit, since=since,
                        until=until, status=status)
     found,bad = export(file, out, steps=steps, last=n, **filters)

@@ -31,27 +31,27 @@ def _rung(text):
 @app.command(epilog=example('fastbench ladder dawn-photos --repeats 3'))
 @placed
 def ladder(
-    name:argument(str, 'Which one; `fastbench list suites` names them. With --rung any recipe, or FILE.py.',
+    name:argument(str, 'Ladder to train (`fastbench list suites` names them); with --rung, any recipe or FILE.py.',
                   metavar='LADDER', autocompletion=lambda: list(ladders())),
-    rungs:option(str, 'Only these, by name, with commas between.')=None,
+    rungs:option(str, 'Only these rungs: names with commas between.')=None,
     made:option(list[str], 'A rung on top of the one before; may be repeated.', '--rung',
                 metavar='NAME:FIELD=VALUE[,...]')=None,
-    repeats:option(int, 'Runs of each rung; two or more give speed-ups an interval.', min=1)=1,
-    target:option(float, 'Validation accuracy to be reached, a share.')=None,
+    repeats:option(int, 'Runs of each rung; two or more give an interval for each speed-up.', min=1)=1,
+    target:option(float, 'Validation accuracy to reach, as a share (.94).')=None,
     precision:option(Precision, 'Precision of all rungs.')=None,
-    data:option(str, 'Data source, or a path of your own; photos has a version of dawn of its own.')=None,
+    data:option(str, 'Data source, or a path; for photos there is the ladder dawn-photos.')=None,
     valid:Valid=None, label_col:LabelCol=None, text_col:TextCol=None,
     sample:option(float, 'Share of the data, above 0, up to 1.')=None,
-    size:option(int, 'Side of an image in pixels.', min=1)=None,
-    epochs:option(int, 'Epochs of all rungs, at most.', min=1)=None,
+    size:option(int, 'Side of the images, in pixels.', min=1)=None,
+    epochs:option(int, 'Epochs of each rung, at most.', min=1)=None,
     device:Device=None, nproc:Nproc=None, strategy:Strategy=None, place=None,
     out:Out=Path(FOLDER),
-    plot:option(Path, 'Write the picture here, as PNG or SVG.')=None,
+    plot:option(Path, 'Save the picture here, as PNG or SVG.')=None,
     markdown:Markdown=False,
     offline:Offline=False,
     as_json:Json=False,
 ):
-    "Train the rungs of a ladder to its target, and say what each gained."
+    "Train a ladder rung by rung, and show what each gains."
     from fastbench.bench.processes import starter
     from fastbench.compare.ladder import LadderTable, ladder_recipes
     changes = given(dict(target=target, precision=precision and precision.value, data=data, valid=held_out(valid),

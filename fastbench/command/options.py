@@ -94,31 +94,31 @@ def flag(help, *names): # help: what it is for; names: in place of the parameter
 # %% ../../nbs/command/00_options.ipynb #7633174b
 Out = Annotated[Path, typer.Option('--out', help='Folder that holds the Runs.', envvar='FASTBENCH_OUT')]
 Json = flag('Print JSON, for a program.', '--json')
-ShowOutput = flag('Let through what a function of your own prints.', '--show-output')
-_every = 'Write checkpoints: every 10 (minutes) or 500steps.'
+ShowOutput = flag('Show what your own function prints.', '--show-output')
+_every = 'Write a checkpoint every 10 (minutes) or 500steps.'
 CheckpointInterval = option(str, _every, '--checkpoint-every', metavar='MINUTES|STEPS')
-Resume = flag('Go on with a training that was interrupted, from its last checkpoint.', '--resume')
+Resume = flag('Continue an interrupted training from its last checkpoint.', '--resume')
 Markdown = flag('Print a Markdown table.', '--markdown')
 Offline = flag('Never open a connection.', '--offline')
-Anyway = flag('Compare what is not comparable, and say so.', '--anyway')
-Device = option(str, 'cpu, cuda, cuda:1, mps.')
-_nproc = ('Processes of a machine that train together, each with a batch of that size; if nothing is said, '
-          'one, or what a rung of a ladder names.')
+Anyway = flag('Compare even what is not comparable, with a warning.', '--anyway')
+Device = option(str, 'Device: cpu, cuda, cuda:1, mps.')
+_nproc = ('Processes per machine that train together, each with its own batch of that size. '
+          'If left out: one, or as many as the rung of a ladder asks for.')
 Nproc = option(int, _nproc, '--nproc', min=1, show_default=False)
-_strategy = ('How they share the model: ddp (whole weights in each), fsdp (a part of each weight), zero1 to zero3 (the '
-             'stages of ZeRO, by DeepSpeed; zero2-offload, zero3-offload: the optimizer in the memory of the host).')
+_strategy = ('How the processes share the model: ddp (each holds all weights), fsdp (each a part of every weight), '
+             'zero1 to zero3 (the stages of ZeRO, by DeepSpeed; with -offload the optimizer is in host memory).')
 Strategy = option(str, _strategy, '--strategy', metavar='ddp|fsdp|zero1|...', show_default='ddp')
 AtPrecision = option(Precision, "Precision instead of the recipe's.")
-On = option(list[str], 'What is meant to differ, such as precision; may be repeated.', '--on', metavar='FIELD')
-Threshold = option(share, 'A difference up to this does not matter.', parser=share, metavar='SHARE', show_default='1%')
-_fail_above = 'Exit 1 if B is shown to be slower by more than this, in any phase of 1% of the fit or more.'
-_price = 'What an hour of each side costs, in any currency: says what an epoch costs, and the way to a target.'
+On = option(list[str], 'Field that is meant to differ, such as precision; may be repeated.', '--on', metavar='FIELD')
+Threshold = option(share, 'Differences up to this do not matter.', parser=share, metavar='SHARE', show_default='1%')
+_fail_above = 'Exit with 1 if B is shown to be slower by more than this in any phase of at least 1% of the fit.'
+_price = 'What an hour of each side costs, in any currency: adds the price of an epoch and of reaching the target.'
 Price = option(prices, _price, parser=prices, metavar='A=PRICE,B=PRICE')
 FailAbove = option(share, _fail_above, parser=share, metavar='SHARE')
-_valid = 'Of data of your own: what is for validation, a share (20%), a column or folder in them, or a path.'
-Valid = option(str, _valid, metavar='SHARE|NAME|PATH', show_default='as the data tell, else 20%')
-TextCol = option(str, 'Of a table of your own: the column of the texts.', metavar='COLUMN')
-LabelCol = option(str, 'Of a table of your own: the column of the labels.', metavar='COLUMN')
+_valid = 'Your own data: what to validate on: a share (20%), a column or folder in the data, or a path.'
+Valid = option(str, _valid, metavar='SHARE|NAME|PATH', show_default='what the data says, else 20%')
+TextCol = option(str, 'Your own table: the column of the texts.', metavar='COLUMN')
+LabelCol = option(str, 'Your own table: the column of the labels.', metavar='COLUMN')
 
 # %% ../../nbs/command/00_options.ipynb #0b7e0011
 def _place(nodes, slurm, hosts, goes_on, **asks):
@@ -140,12 +140,14 @@ def _place(nodes, slurm, hosts, goes_on, **asks):
 
 # %% ../../nbs/command/00_options.ipynb #0b7e0012
 _where = dict(
-    nodes=option(int, 'Machines, with --slurm.', min=1),
-    slurm=flag('In a job of Slurm, which is followed.', '--slurm'),
-    partition=option(str, 'Of the cluster, with --slurm.'),
-    time=option(str, 'After which the job ends, with --slurm; with checkpoints it then goes on.', metavar='HH:MM:SS'),
-    sbatch=option(list[str], 'More for sbatch, such as mem=64G; may be repeated.', '--sbatch', metavar='OPTION=VALUE'),
-    hosts=option(str, 'Machines that ssh reaches without a password, and that share this folder.', metavar='A,B'))
+    nodes=option(int, 'Number of machines, with --slurm.', min=1),
+    slurm=flag('Train in a Slurm job, and follow it.', '--slurm'),
+    partition=option(str, 'Partition of the cluster, with --slurm.'),
+    time=option(str, 'Time limit of the job, with --slurm; with checkpoints the training then goes on.',
+                metavar='HH:MM:SS'),
+    sbatch=option(list[str], 'Other options of sbatch, such as mem=64G; may be repeated.', '--sbatch',
+                  metavar='OPTION=VALUE'),
+    hosts=option(str, 'Machines that ssh can reach without a password, and that share this folder.', metavar='A,B'))
 
 def placed(command): # With a parameter `place`
     "Options that say where the processes run"

@@ -17,20 +17,20 @@ from .terminal import app, example, kept_like, near
 # %% ../../nbs/command/06_report.ipynb #26b2a2b4
 @app.command(epilog=example('fastbench report ab:B --against ab:A -o report.html'))
 def report(
-    runs:argument(Optional[list[str]], "Folders of Runs, Runs' files, ids, beginnings of ids, or `last`.",
+    runs:argument(Optional[list[str]], "Folders of Runs, files, ids or the beginning of several ids, or `last`.",
                   metavar='RUN', autocompletion=kept_like, show_default='last')=None,
-    page:option(Path, 'Where the page goes. An older report is replaced, any other file is not.', '--output', '-o',
+    page:option(Path, 'File to write. An older report is replaced; any other file is not.', '--output', '-o',
                 metavar='FILE')=Path('report.html'),
     against:option(list[str],
-                   'What RUN is judged by: a folder, a file, an id, the beginning of several, ab:A; may be repeated.',
+                   'Runs to compare with: a folder, a file, an id, the beginning of several, ab:A; may be repeated.',
                    metavar='RUN', autocompletion=kept_like)=None,
     on:On=None,
     anyway:Anyway=False,
     threshold:Threshold=None,
-    title:option(str, 'Of the page.', show_default='the recipes')=None,
+    title:option(str, 'Title of the page.', show_default='the recipes')=None,
     out:Out=Path(FOLDER),
 ):
-    "Write one page about kept Runs: phases, steps, memory, accuracy, comparison, raw data."
+    "Write an HTML page about kept Runs. It holds phases, steps, memory, accuracy, comparisons and raw data."
     if out.suffix.lower() in ('.html', '.htm'):
         raise UserError(f'--out {out} is the folder that holds the Runs; -o {out} names the page')
     from fastbench.page.report import report

@@ -33,17 +33,17 @@ Strong = Annotated[bool, typer.Option('--strong/--weak', help=_kind)]
 def scale(
     name:argument(str, 'What to train; FILE.py or FILE.py:NAME for a function of your own.', metavar='RECIPE|FILE.py',
                   autocompletion=names_like),
-    nproc:option(_counts, 'Numbers of processes, with commas between; one is always measured.', '--nproc',
+    nproc:option(_counts, 'Numbers of processes, with commas between; 1 is always measured.', '--nproc',
                  parser=_counts, metavar='N,N,...', show_default='1,2')=None,
     strategy:Strategy='ddp', strong:Strong=False,
     repeats:option(int, 'Runs of each, in turns; two or more give an interval.', min=1)=3,
     fields:option(list[str], 'A field of the recipe; may be repeated.', '--set', metavar='FIELD=VALUE')=None,
     device:Device=None,
     out:Out=Path(FOLDER),
-    plot:option(Path, 'Write the picture here, as PNG or SVG.')=None,
+    plot:option(Path, 'Save the picture here, as PNG or SVG.')=None,
     show_output:ShowOutput=False, offline:Offline=False, markdown:Markdown=False, as_json:Json=False,
 ):
-    "Train with one process and with several in turns: scaling efficiency. `fastbench ladder scale` is about images."
+    "Measure scaling efficiency from one process to several. (The ladder of images is `fastbench ladder scale`.)"
     from fastbench.compare.scaling import scaling_starts
     todo = scaling_starts(but(get_recipe(name), **dict(map(field, fields or ()))), nproc or [1, 2], strategy, strong)
     check_folder(out)

@@ -18,15 +18,15 @@ from .terminal import app, example
 # %% ../../nbs/command/09_selftest.ipynb #sc000004
 @app.command(epilog=example('fastbench selftest --full -o selftest.html'))
 def selftest(
-    full:flag('Also what takes minutes: compiling, time to accuracy, texts, the tests that want a GPU.',
+    full:flag('Also run what takes minutes: compiling, time to accuracy, texts, and the tests that need a GPU.',
               '--full/--quick')=False,
     device:option(str, 'cpu, cuda, cuda:1, mps, xpu.', show_default="fastai's default")=None,
-    only:option(list[str], 'This check alone; may be repeated.', '--only', metavar='CHECK')=None,
+    only:option(list[str], 'Only this check; may be repeated.', '--only', metavar='CHECK')=None,
     page:option(Path, 'Write the report as a page here.', '--output', '-o', metavar='FILE',
                 show_default='selftest.html in the folder of Runs')=None,
     out:Out=Path(FOLDER), as_json:Json=False,
 ):
-    "Check that fastbench is right on this device: a verdict for each check, a report, a line to paste."
+    "Check that fastbench works on this device. It prints a verdict for each check and a line to paste into an issue."
     check_folder(out)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # of libraries, as they are imported
