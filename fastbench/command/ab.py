@@ -35,7 +35,7 @@ def ab(
     b:argument(Optional[str], 'Another recipe or function.', metavar='B', autocompletion=names_like,
                show_default='A, with what --set and --python change')=None,
     pairs:option(int, 'Runs of each side, at most; fewer than 5 give figures and no verdict.', min=1)=10,
-    budget:option(_time, 'Start no pair that would end after this time, such as 10m.', parser=_time, metavar='TIME')=None,
+    budget:option(_time, 'No pair begins that would end after this: 10m.', parser=_time, metavar='TIME')=None,
     fields:option(list[str], 'Field that B changes, such as precision=bf16; may be repeated.', '--set',
                   metavar='FIELD=VALUE')=None,
     both:option(list[str], 'Field that both sides change; may be repeated.', '--both', metavar='FIELD=VALUE')=None,
