@@ -1,5 +1,6 @@
 """`fastbench selftest`: what a failing check, a failing device and a mistyped name come to, and that its Runs stand beside others."""
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -8,8 +9,11 @@ import pytest
 import torch
 
 import fastbench.selftest.checks as checks
-from fastbench.selftest.checks import CHECKS, Here, NotHere
+import fastbench.selftest.numbers as numbers
+import fastbench.selftest.report as reports
+import fastbench.selftest.trainings as trainings
 from fastbench.errors import UserError
+from fastbench.selftest.checks import CHECKS, Here, NotHere
 from fastbench.selftest.report import Selftest, selftest
 from fastbench.runs.store import load, save
 from pretend import pretend
@@ -52,6 +56,17 @@ def test_after_a_lost_device_nothing_is_believed(few):
     found = selftest('cpu')
     assert verdicts(found) == dict(lost='failed', holds='not run', breaks='not run', elsewhere='not run', slow='skipped')
     assert found.run.status == 'failed'
+
+
+def test_a_quick_one_begins_nothing_after_two_minutes(few, monkeypatch):
+    assert reports.QUICK == 120
+    def takes_them(here): monkeypatch.setattr(reports, 'QUICK', 0)
+    few['holds'], few['late'] = (takes_them, 'it takes two minutes', False), few['holds']
+    found = selftest('cpu')
+    assert verdicts(found) == dict(holds='passed', breaks='skipped', elsewhere='skipped', slow='skipped', late='skipped')
+    assert found.rows[-1]['detail'].endswith('minutes are over: --full') and found.run.status == 'ok'
+    assert verdicts(selftest('cpu', full=True))['late'] == 'passed'
+    assert verdicts(selftest('cpu', only=('breaks', 'late'))) == dict(breaks='failed', late='passed')  # asked for by name
 
 
 def test_names(few):
@@ -97,7 +112,7 @@ def test_a_report_of_a_folder_with_one(few, tmp_path, root):
 # --- the checks themselves, where a CPU or a pretended GPU can answer
 
 def test_every_point_is_there():
-    assert {'waits', 'packed', 'device clock', 'device names', 'largest batch', 'compiled', 'overflow', 'peak', 'time to accuracy', 'faster', 'driver', 'mps', 'tests'} <= set(CHECKS)
+    assert {'waits', 'packed', 'device clock', 'device names', 'largest batch', 'compiled', 'overflow', 'peak', 'time to accuracy', 'airbench', 'faster', 'driver', 'mps', 'tests'} <= set(CHECKS)
     assert all(about and '\n' not in about for _, about, _ in CHECKS.values())
 
 
@@ -107,24 +122,67 @@ def test_on_a_cpu(name):
     assert row['verdict'] == 'passed', row['detail']
 
 
-@pytest.mark.parametrize('name', ['waits', 'device clock', 'overflow', 'driver', 'mps'])
+@pytest.mark.parametrize('name', ['waits', 'device clock', 'overflow', 'driver', 'mps', 'airbench'])
 def test_what_a_cpu_cannot_answer(name):
     row, = selftest('cpu', only=(name,)).rows
     assert row['verdict'] == 'skipped' and len(row['detail']) > 10
 
 
 def test_a_packed_batch_that_is_wrong_is_found(monkeypatch):
-    from fastbench.selftest.checks import packed_call
-    monkeypatch.setattr(checks, 'packed_call', lambda m, x, *a: [packed_call(m, x, *a)[0].roll(1, 1)])
+    from fastbench.selftest.numbers import packed_call
+    monkeypatch.setattr(numbers, 'packed_call', lambda m, x, *a: [packed_call(m, x, *a)[0].roll(1, 1)])
     row, = selftest('cpu', only=('packed',)).rows
     assert row['verdict'] == 'failed' and row['detail'].startswith('BERT in fp32: packed and padded differ by')
 
 
 def test_a_peak_that_makes_no_sense_is_found(monkeypatch):
-    monkeypatch.setattr(checks, 'measure_peak', lambda d, p, budget: dict(fp32=2e12).get(p, 1e12))
+    monkeypatch.setattr(numbers, 'measure_peak', lambda d, p, budget: dict(fp32=2e12).get(p, 1e12))
     monkeypatch.setattr(checks, '_can', lambda here, p: True)
     row, = selftest('cpu', only=('peak',)).rows
     assert row['verdict'] == 'failed' and 'fewer bits is not faster' in row['detail']
+
+
+# airbench94 is read by what it prints; this prints the same, and reads the data that it is given
+AIRBENCH = '''
+import os, torch
+def _row(run, epoch, accuracy, seconds): print('|  %s  |  %s  |      1.2345  |     0.9000  |   0.9300  |  %s  |  %s  |' % (run, epoch, accuracy, seconds))
+def warmup94(): _row('warmup', 0, '', '')
+def train94(run):
+    parts = {o: torch.load(f'cifar10/{o}.pt', weights_only=True) for o in ('train', 'test')}
+    assert all(o['images'].dtype == torch.uint8 and o['images'].shape[1:] == (32, 32, 3) and len(o['images']) == len(o['labels']) for o in parts.values())
+    assert len(parts['train']['classes']) == 3
+    print('-'*20)
+    _row(run, 0, '      ', '0.4000')
+    _row('    ', 'eval', '0.9402', f'3.{run}000')
+    print('-'*20)
+'''
+
+
+def test_beside_airbench(monkeypatch, tmp_path, gpu):
+    from types import SimpleNamespace
+    from PIL import Image
+    from fastbench.vision.sources import Item
+    def row(): return selftest('cuda', only=('airbench',)).rows[0]
+    monkeypatch.setitem(sys.modules, 'airbench', None)
+    assert row()['verdict'] == 'skipped' and row()['detail'] == 'airbench is not installed: pip install airbench'
+    monkeypatch.delitem(sys.modules, 'airbench')
+    (tmp_path/'airbench.py').write_text(AIRBENCH)
+    monkeypatch.syspath_prepend(tmp_path)
+    def none(*a, **k): raise UserError('offline, and cifar10 is not here')
+    monkeypatch.setattr(trainings, 'load_source', none)
+    assert row()['verdict'] == 'skipped' and row()['detail'] == 'offline, and cifar10 is not here'
+    Image.new('L', (32, 32)).save(tmp_path/'a.png')  # gray, as some sets have it
+    items = [Item(tmp_path/'a.png', i % 3) for i in range(6)]
+    monkeypatch.setattr(trainings, 'load_source', lambda name, offline: SimpleNamespace(train=items[:4], valid=items[4:], classes=['a', 'b', 'c']))
+    goal, asked, folder = dict(reached=.94, seconds=2.5), [], os.getcwd()
+    def ours(here, name, repeat): asked.append((name, repeat, os.getcwd())); return SimpleNamespace(status='ok', goal=goal, error=None)
+    monkeypatch.setattr(trainings, '_run', ours)
+    got = row()
+    assert got['verdict'] == 'passed', got['detail']
+    assert got['detail'] == 'fastbench 2.5, 2.5, 2.5 s, airbench94 3, 3.1, 3.2 s (to 94.0% at least)'
+    assert asked == [('dawn-airbench', i, folder) for i in range(3)] and os.getcwd() == folder
+    goal['reached'] = None
+    assert row()['verdict'] == 'failed' and row()['detail'] == '0 of 3 reached it: ok, ok, ok'
 
 
 def test_on_a_pretended_gpu(monkeypatch):

@@ -30,7 +30,7 @@ def selftest(
     check_folder(out)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # of libraries, as they are imported
-        import fastbench.selftest.checks
+        import fastbench.selftest.numbers, fastbench.selftest.trainings
     from fastbench.selftest.report import selftest
     def tell(row):
         if not as_json: print(f"  {row['check']}: {row['verdict']}", file=sys.stderr, flush=True)
