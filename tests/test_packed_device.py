@@ -104,6 +104,18 @@ def test_it_is_asked_once_a_device_and_precision():
     assert not learn.check_packed._done, 'asked when it was built'
 
 
+@pytest.mark.parametrize('longest,asked', [(40, 90), (101, 90), (102, 111), (None, 111)])
+def test_a_wide_window_is_asked_with_a_text_that_is_longer(monkeypatch, longest, asked):
+    seen = {}
+    def ask(device, dtype, bounds, heads, kv, dim, window=None, **kwargs): seen[window] = max(bounds.n), heads/kv
+    monkeypatch.setattr('fastbench.text.check.ask_kernel', ask)
+    with pretend(), on_cpu():
+        learn = make('modernbert-tiny', config=dict(local_attention=200)).to_fp16()
+        learn.dls.train.tokens.max_length = longest
+        with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    assert seen == {None: (90, 1), 101: (asked, 1)}
+
+
 def test_a_kernel_that_is_wrong_is_refused(monkeypatch):
     with pretend(), on_cpu():
         learn = make('bert-tiny').to_fp16()

@@ -10,6 +10,7 @@ import warnings
 from contextlib import nullcontext
 
 import torch
+from fastcore.basics import patch
 
 from ..callback.amp import MixedPrecision
 from ..callback.compiling import Compile
@@ -98,14 +99,28 @@ class CheckPacked(DuringFit):
         model,where,token = self.learn.model.hf,f' on {device} in {str(dtype)[6:]}',_asked.set(asked := set())
         try: check_packed(model, self.per_token, dtype, where)
         finally: _asked.reset(token)
-        n = [3, 90, 1, 40]
+        self._ask_kernels(asked, device, dtype, where)
+
+# %% ../../nbs/text/12_check.ipynb #1d6e9b7e
+def _probe_lengths(window, # Number of tokens that a token sees to each side; None: all
+                   longest, # Number of tokens of the longest text in training; None: unknown
+    ): # Of the texts
+    "Return lengths of texts, one of them longer than the window if that can be in training"
+    wide = window and window >= 90 and (longest is None or longest > window)
+    return [3, window + 10 if wide else 90, 1, 40]
+
+@patch
+def _ask_kernels(self:CheckPacked, asked, device, dtype, where):
+    longest = getattr(getattr(self.dls.train, 'tokens', None), 'max_length', None)
+    for heads,kv,dim,causal,window,scale in sorted(asked, key=str):
+        n = _probe_lengths(window, longest)
         bounds = Bounds(torch.tensor([0, *n], device=device).cumsum(0).int(), max(n), n, sum(n))
-        for heads,kv,dim,causal,window,scale in sorted(asked, key=str):
-            try: ask_kernel(device, dtype, bounds, heads, kv, dim, causal=causal, window=window, scale=scale)
-            except (ValueError, RuntimeError) as e:
-                raise UserError(f"attention over packed texts is not right{where}, for {heads} heads of {dim} "
-                                f"({str(e).splitlines()[0]}): "
-                                "take loader='budget' or 'sorted', or another precision") from e
+        few = (heads, kv) if max(n) == 90 else (heads//kv, 1)
+        try: ask_kernel(device, dtype, bounds, *few, dim, causal=causal, window=window, scale=scale)
+        except (ValueError, RuntimeError) as e:
+            raise UserError(f"attention over packed texts is not right{where}, for {heads} heads of {dim} "
+                            f"({str(e).splitlines()[0]}): "
+                            "take loader='budget' or 'sorted', or another precision") from e
 
 # %% ../../nbs/text/12_check.ipynb #a9c377b5
 def _beside(model, left):
