@@ -692,6 +692,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastbench.callback.tta.FlipTTA.before_batch': ( 'callback/tta.html#fliptta.before_batch',
                                                                                          'fastbench/callback/tta.py')},
             'fastbench.cli': { 'fastbench.cli._misused': ('cli.html#_misused', 'fastbench/cli.py'),
+                               'fastbench.cli._plainly': ('cli.html#_plainly', 'fastbench/cli.py'),
                                'fastbench.cli.main': ('cli.html#main', 'fastbench/cli.py')},
             'fastbench.command.ab': { 'fastbench.command.ab._measure': ('command/ab.html#_measure', 'fastbench/command/ab.py'),
                                       'fastbench.command.ab._ready': ('command/ab.html#_ready', 'fastbench/command/ab.py'),

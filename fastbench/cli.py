@@ -15,6 +15,19 @@ from .command import train, launch, keep, ab, compare, report, ladder, scale, do
 from .errors import UserError
 from .command.terminal import app, complain
 
+# %% ../nbs/04_cli.ipynb #97ea1ab3
+_plain = dict(int_parsing='{0!r} is no whole number', float_parsing='{0!r} is no number',
+              greater_than_equal='{0} is less than {ge}', greater_than='{0} is not above {gt}',
+              less_than_equal='{0} is more than {le}', less_than='{0} is not below {lt}')
+
+def _plainly(e):
+    "What was wrong with an option, in plain words where typer gives those of pydantic"
+    found = getattr(e.__cause__, 'errors', list)()
+    said = ' '.join(e.format_message().split()).rstrip('.').replace('Value error, ', '')
+    if not found or found[0]['type'] not in _plain: return said
+    own = _plain[found[0]['type']].format(found[0]['input'], **found[0].get('ctx', {}))
+    return said.replace(' '.join(e.message.split()).rstrip('.'), own)
+
 # %% ../nbs/04_cli.ipynb #32927ea5
 _Misused = next(o for o in typer.BadParameter.__mro__ if o.__name__ == 'ClickException')
 
@@ -22,7 +35,7 @@ def _misused(e):
     ctx = getattr(e, 'ctx', None)
     if type(e).__name__ == 'NoArgsIsHelpError': print(ctx.get_help())
     else:
-        said,command = ' '.join(e.format_message().split()).rstrip('.'),ctx.command_path if ctx else 'fastbench'
+        said,command = _plainly(e),ctx.command_path if ctx else 'fastbench'
         print(f'fastbench: {said}. `{command} --help` shows what there is', file=sys.stderr)
     return e.exit_code
 
