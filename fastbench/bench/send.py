@@ -53,9 +53,10 @@ def pack_learner(learn # Any Learner
 # %% ../../nbs/bench/09_send.ipynb #2bf98da4
 def _pieces(learn):
     "What a Learner consists of, by name"
-    yield from ((f'callback {o.name}', {k: v for k,v in vars(o).items() if k not in ('learn', '_learn')}) for o in learn.cbs)
+    def own(o, *without): return {k: v for k,v in vars(o).items() if k not in without}
+    yield from ((f'callback {o.name}', own(o, 'learn', '_learn')) for o in learn.cbs)
     yield from (('the model', learn.model), ('its data (dls)', learn.dls))
-    yield from ((f'learn.{k}', v) for k,v in vars(learn).items() if k not in ('lock', 'model', 'dls', 'cbs', 'opt'))
+    yield from ((f'learn.{k}', v) for k,v in own(learn, 'lock', 'model', 'dls', 'cbs', 'opt').items())
 
 def _fails(o):
     import cloudpickle
@@ -73,8 +74,8 @@ def unpack_learner(data:bytes # From `pack_learner`
     "The copy of a Learner in another process"
     try: found = torch.load(BytesIO(data), map_location='cpu', weights_only=False)
     except (ImportError, AttributeError) as e:
-        raise UserError(f'the processes do not find what the Learner is made of ({e}): define it in a cell, or in a file '
-                        'beside the notebook') from None
+        raise UserError(f'the processes do not find what the Learner is made of ({e}): define it in a cell, or in a '
+                        'file beside the notebook') from None
     learn,opt = found['learn'],found['opt']
     learn.dls.to(device := default_device())
     learn.model.to(device)
@@ -117,7 +118,8 @@ def _maker(data, file, fit):
 
 def _started(learn, file, fit, said, nproc, folder, **options):
     "The Run of the processes that train a copy"
-    recipe = get_recipe(_maker(pack_learner(learn), file, fit), **{k: v for k,v in said.items() if isinstance(v, Real)})
+    numbers = {k: v for k,v in said.items() if isinstance(v, Real)}
+    recipe = get_recipe(_maker(pack_learner(learn), file, fit), **numbers)
     try: run = load(launch_processes(recipe, nproc, folder, device=train_device(learn).type, **options))
     except Interrupted: raise KeyboardInterrupt('the processes were stopped, and this Learner is as it was') from None
     if _notes_of(file).exists(): return run

@@ -47,7 +47,7 @@ def _with_own_weights(blocks, model):
 
 def sharded_copy(model:nn.Module, # Emptied: its weights are in the copy
                  device, # Where it trains
-                 blocks=None, # Gives, of a module, those to bring together one at a time; None: those transformers names
+                 blocks=None, # Gives those of a module to bring together one at a time; None: those transformers names
                  dtype=None # In which weights are brought together and computed with, but for batch norm; None: theirs
     )->nn.Module:
     "Move the weights of a model into a sharded copy of it"
