@@ -60,6 +60,7 @@ from .runs.record import Run
 from .page.report import report
 from .rules import setting
 from .bench.run import run_recipe
+import fastbench.bench.send  # adds launch
 from .runs.query import export, runs, steps
 from .runs.store import find, load, save
 from .compare.suite import suite

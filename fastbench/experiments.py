@@ -154,7 +154,9 @@ _faster = (
     Rung('values', _same, dict(attention='values')),
     Rung('fused', 'fused optimizer', dict(opt='fused_adam')),
     Rung('ddp', 'four processes, each with the whole model', {}, 211.2, .931, nproc=4, strategy='ddp'),
-    Rung('fsdp', 'four processes, each with a part of each weight', {}, 217.2, nproc=4, strategy='fsdp'))
+    Rung('fsdp', 'four processes, each with a part of each weight', {}, 217.2, nproc=4, strategy='fsdp'),
+    Rung('zero2', 'four processes, each with a part of optimizer and gradients, by DeepSpeed', dict(precision='mixed'),
+         189, .926, nproc=4, strategy='zero2'))
 _plain = Transformer('faster', 'three epochs of DistilBERT on IMDB; published on one A100', loader='padded', **_imdb)
 register_ladder(_plain, *_faster)
 
@@ -168,9 +170,12 @@ register_ladder(Transformer('faster-docstrings', _here_about, loader='padded', *
 _scale = (
     Rung('as-it-was', 'each image is searched, cut and turned each time it is drawn, in one process', {}, 38404),
     Rung('workers', 'a loader process for each core', dict(workers=None)),
+    Rung('slurm', 'four machines by Slurm, each with the whole model', {}, 38404/3.63, nodes=4),
     Rung('once', 'searched, cut and turned once, kept as Parquet', dict(cache='parquet'), 38404/13.29),
     Rung('array', 'kept as an array that is mapped into memory', dict(cache='array')),
-    Rung('whole', 'crops and mirror images of whole batches', dict(loader='whole', workers=0)))
+    Rung('whole', 'crops and mirror images of whole batches', dict(loader='whole', workers=0)),
+    Rung('zero2', 'four machines, each with a part of optimizer and gradients, by DeepSpeed in bf16',
+         dict(precision='mixed'), 38404/21.53, nodes=4, strategy='zero2'))
 _scale_about = 'images that are detected, cropped and aligned; published: clips of faces, `once` with four machines'
 register_ladder(XResNet('scale', _scale_about, data='photos', prepare='align', size=32, bs=32, workers=0,
                         epochs=1), *_scale)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ALWAYS_THERE', 'Recipe', 'kinds', 'check_field', 'Kind', 'but', 'as_dict', 'defaults_of', 'upgrade', 'register',
-           'register_suite', 'recipes', 'suites', 'published', 'processes_of', 'typical_seconds', 'finder',
-           'get_recipe', 'expand', 'Rung', 'Ladder', 'register_ladder', 'ladders', 'get_ladder']
+           'register_suite', 'recipes', 'suites', 'published', 'processes_of', 'machines_of', 'typical_seconds',
+           'finder', 'get_recipe', 'expand', 'Rung', 'Ladder', 'register_ladder', 'ladders', 'get_ladder']
 
 # %% ../nbs/02_recipe.ipynb #fe892491
 import traceback
@@ -290,10 +290,17 @@ def published(name:str # A recipe's name
     return list(_published.get(name, ()))
 
 def processes_of(name:str # A recipe's name
-    )->tuple: # Of each machine; how they share the model, '' for one process
+    )->tuple: # In all; how they share the model, '' for one process
     "Return how many processes a training is intended for"
     _load()
-    return _processes.get(name, (1, ''))
+    nproc,strategy,nodes = _processes.get(name, (1, '', 1))
+    return nproc*nodes,strategy
+
+def machines_of(name:str # A recipe's name
+    )->int:
+    "Return how many machines a training is intended for"
+    _load()
+    return _processes.get(name, (1, '', 1))[2]
 
 def typical_seconds(recipe:Recipe # As it is to be run
     )->float|None: # Of its fit, on two cores; None where nobody said
@@ -347,8 +354,9 @@ class Rung:
     changes: dict # New values of the recipe's fields
     seconds: float|None = None # What its author measured
     accuracy: float|None = None # Share of the validation set, likewise
-    nproc: int = 1 # Processes that train together
+    nproc: int = 1 # Processes of each machine that train together
     strategy: str = '' # How they share the model; '': 'ddp', if there are several
+    nodes: int = 1 # Machines; several are Slurm's, or named by the user
 
 @dataclass(frozen=True)
 class Ladder:
@@ -370,7 +378,7 @@ def register_ladder(base:Recipe, # Where it starts; its name is the ladder's
     for o in rungs:
         recipe = but(recipe, name=f'{base.name}-{o.name}', about=o.about, **o.changes)
         register(recipe)
-        _processes[recipe.name] = o.nproc,o.strategy or ('ddp' if o.nproc > 1 else '')
+        _processes[recipe.name] = o.nproc,o.strategy or ('ddp' if o.nproc*o.nodes > 1 else ''),o.nodes
     register_suite(base.name, *(f'{base.name}-{o.name}' for o in rungs))
     _ladders[base.name] = Ladder(base.name, base.about, rungs)
     return _ladders[base.name]

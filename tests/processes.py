@@ -16,6 +16,8 @@ from fastai.optimizer import SGD, Adam, OptimWrapper
 from torch import nn
 
 import fastbench.distributed.learner  # adds distributed
+from fastbench.callback.ema import EMACallback
+from fastbench.callback.half import HalfPrecision
 from fastbench.callback.target import TimeToAccuracy
 from fastbench.distributed.exchange import ExchangeCost
 from fastbench.distributed.memory import held_memory, strategy_memory
@@ -82,12 +84,26 @@ def apart(a, b): return (flat(a) - flat(b)).abs().max().item()
 OPTS = dict(sgd=partial(SGD, mom=.9), adam=Adam, torch_adamw=partial(OptimWrapper, opt=torch.optim.AdamW), torch_sgd=partial(OptimWrapper, opt=torch.optim.SGD), fused_adamw=fused_adamw, muon=muon)
 
 
+class Kinds(Callback):
+    "In what the layers compute, and of what kind the weights are that are stepped"
+    order = 90
+    def before_fit(self):
+        learn, found = self.learn, set()
+        def see(m, args, out):
+            found.update([f'{m.weight.dtype} {out.dtype}'])
+            learn.computed = [sorted(found), str(next(p for p, *_ in learn.opt.all_params()).dtype)]
+        for m in learn.model.modules():
+            if isinstance(m, nn.Linear): m.register_forward_hook(see)
+
+
 WORDS = nn.CrossEntropyLoss(ignore_index=2)  # as a language model's: a share may have fewer targets than samples, or none
 def summed(p, y): return nn.functional.cross_entropy(p, y, reduction='sum')
 summed.reduction = 'sum'
 CASES = {**{k: dict(opt=v) for k, v in OPTS.items()},
          'clip': dict(opt=OPTS['sgd'], cbs=lambda: [GradientClip(.05)]), 'accumulate': dict(opt=Adam, cbs=lambda: [GradientAccumulation(32)]),
-         'both': dict(opt=OPTS['torch_adamw'], cbs=lambda: [GradientAccumulation(32), GradientClip(.02)]), 'sum': dict(opt=SGD, loss_func=summed, lr=.003), 'tokens': dict(opt=OPTS['torch_adamw'], loss_func=WORDS)}
+         'both': dict(opt=OPTS['torch_adamw'], cbs=lambda: [GradientAccumulation(32), GradientClip(.02)]), 'sum': dict(opt=SGD, loss_func=summed, lr=.003), 'tokens': dict(opt=OPTS['torch_adamw'], loss_func=WORDS),
+         'average': dict(opt=Adam, cbs=lambda: [EMACallback(.7, every=3)]), 'half': dict(opt=OPTS['sgd'], always=lambda: [HalfPrecision(allow_emulation=True), Kinds()])}
+REFUSED = ('fsdp', 'muon'), ('ddp', 'half')
 FEW = ('sgd', 'torch_adamw', 'both', 'tokens')  # with four processes
 
 
@@ -100,7 +116,7 @@ class Holds(Callback):
 def cases(): return {k: v for k, v in CASES.items() if group.world_size() == 2 or k in FEW or not group.is_joined()}
 
 
-def parts_of_case(o): return o.get('cbs', list), o.get('lr', .05), {k: v for k, v in o.items() if k in ('opt', 'loss_func')}
+def parts_of_case(o): return o.get('cbs', list), o.get('lr', .05), {k: v for k, v in o.items() if k in ('opt', 'loss_func')} | (dict(cbs=o['always']()) if 'always' in o else {})
 
 
 def by_one_process():
@@ -116,7 +132,7 @@ def by_all(strategy, ones):
     "The same by all processes"
     res, learns = {}, {}
     for name, o in cases().items():
-        if (strategy, name) == ('fsdp', 'muon'): continue  # refused
+        if (strategy, name) in REFUSED: continue
         cbs, lr, kw = parts_of_case(o)
         one = ones[name]
         learn = learns[name] = learner(seed=group.rank(), **kw)  # each process begins with weights of its own: those of the first count
@@ -125,7 +141,7 @@ def by_all(strategy, ones):
             fit(learn, cbs=[*cbs(), Holds()], lr=lr)
             parts = {type(p).__name__ for p in learn.model.parameters()}
         res[name] = dict(apart=apart(one.model, own), same=learn.model is own, engine=learn.engine, parts=sorted(parts), held=learn.held, told=strategy_memory(learn, strategies=[strategy])[0], tell=tell, loss=float(learn.recorder.losses[-1]), want=float(one.recorder.losses[-1]),
-                         values=[float(o) for o in learn.recorder.values[-1]], want_values=[float(o) for o in one.recorder.values[-1]], seen=own.seen.item())
+                         values=[float(o) for o in learn.recorder.values[-1]], want_values=[float(o) for o in one.recorder.values[-1]], seen=own.seen.item(), computed=getattr(learn, 'computed', None))
     return res, learns
 
 
@@ -232,7 +248,12 @@ def refused(strategy):
     def why(f):
         try: f()
         except Exception as e: return f'{type(e).__name__}: {e}'
-    if strategy == 'fsdp': res['muon'] = why(lambda: learner(muon).to_distributed(strategy='fsdp'))
+    if strategy == 'fsdp':
+        res['muon'] = why(lambda: learner(muon).to_distributed(strategy='fsdp'))
+        res['fp16'] = why(lambda: learner(cbs=HalfPrecision('fp16')).to_distributed(strategy='fsdp'))
+        def later():
+            with (learn := learner()).distributed(strategy, cpu=True, tell=lambda o: None): fit(learn, 1, cbs=[HalfPrecision(allow_emulation=True)])
+        res['later'] = why(later)
     learn = learner(OPTS['sgd'])
     with learn.distributed(strategy, cpu=True, tell=lambda o: None): res['twice'] = why(lambda: learn.to_distributed(cpu=True))
     def broken():

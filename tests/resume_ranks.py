@@ -217,7 +217,7 @@ def of_strategy(at, strategy, opt, more=list):
 def main(at):
     res = dict(ddp=of_strategy(at/'ddp', 'ddp', 'adam'), fsdp=of_strategy(at/'fsdp', 'fsdp', 'adamw'))
     res['average'] = of_strategy(at/'average', 'ddp', 'adam', lambda: [EMACallback(.8, every=3)])
-    res['collected'] = of_strategy(at/'collected', 'fsdp', 'adam', lambda: [GradientAccumulation(40)])
+    res['collected'] = of_strategy(at/'collected', 'fsdp', 'adam', lambda: [GradientAccumulation(40), EMACallback(.8, every=3)])
     for s, opt in (('ddp', 'adam'), ('fsdp', 'adamw')):
         for n, strategy in ((4, s), (1, None)):
             path = copied(at/s/'kept', f'on-{n}')

@@ -116,9 +116,9 @@ def test_mixed_is_what_the_device_multiplies(capability, mixed):
 
 
 def test_published_fp16_is_fp16_on_every_gpu():
-    "By name, where the authors' figures are of fp16"
+    "By name, where the authors' figures are of fp16; DeepSpeed's rung is in bf16, and says so"
     from fastbench.recipe import expand
-    asked = {o.precision for name in ('fp16', 'wikitext', 'colab', 'faster') for o in expand([name])} | {o.precision for o in expand(['dawn'])[:10]}
+    asked = {o.precision for name in ('fp16', 'wikitext', 'colab', 'faster') for o in expand([name]) if o.name != 'faster-zero2'} | {o.precision for o in expand(['dawn'])[:10]}
     assert not asked & {'mixed', 'bf16', 'half', 'half-bf16'} and 'fp16-cuda' in asked
 
 

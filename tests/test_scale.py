@@ -44,6 +44,19 @@ def test_images_in_memory_are_not_prepared():
 
 
 def test_the_published_factor_is_beside_ours():
-    first, *_, last = get_ladder('scale').rungs
-    once = next(o for o in get_ladder('scale').rungs if o.name == 'once')
-    assert first.seconds == 38404 and first.seconds/once.seconds == pytest.approx(13.29) and last.changes == dict(loader='whole', workers=0)
+    rungs = {o.name: o for o in get_ladder('scale').rungs}
+    factors = {k: rungs['as-it-was'].seconds/o.seconds for k, o in rungs.items() if o.seconds}
+    assert factors == pytest.approx({'as-it-was': 1, 'slurm': 3.63, 'once': 13.29, 'zero2': 21.53}) and rungs['whole'].changes == dict(loader='whole', workers=0)
+    zero = get_ladder('faster').rungs[-1]
+    assert (zero.name, zero.seconds, zero.accuracy) == ('zero2', 3.15*60, .926)
+
+
+def test_rungs_of_several_machines_are_left_out_with_the_reason(tmp_path, monkeypatch):
+    import fastbench.bench.launch as module
+    from fastbench.compare.ladder import ladder
+    from fastbench.runs.store import save
+    from test_scaling import made
+    monkeypatch.setattr(module, 'launch', lambda r, folder, repeat, **kw: str(save(made(name=r.name, repeat=repeat), folder)))
+    climb = ladder('scale', tmp_path, ['as-it-was', 'slurm', 'zero2'])
+    assert [r['rung'] for r in climb.rows] == ['as-it-was']
+    for k, s in (('slurm', 'ddp'), ('zero2', 'zero2')): assert f'{k}: not run: it is meant for 4 machines: --slurm --nodes 4 --strategy {s} on a cluster, or --nproc 2 --strategy {s} for two processes of this machine' in climb.notes

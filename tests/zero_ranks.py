@@ -10,8 +10,10 @@ from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.optimizer import SGD, Adam, OptimWrapper, ranger
 
 import fastbench.distributed.learner  # adds distributed
+from fastbench.callback.amp import MixedPrecision
 from fastbench.callback.compiling import Compile
 from fastbench.callback.ema import EMACallback
+from fastbench.callback.half import HalfPrecision
 from fastbench.distributed.deepspeed import need_deepspeed
 from fastbench.machine import group
 from fastbench.train.optimizer import fused_adamw
@@ -24,7 +26,18 @@ CASES = dict(torch_adamw=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW)),
              sgd=dict(opt=partial(SGD, mom=.9, wd=.1)), plain=dict(opt=SGD), adam=dict(opt=Adam), l2=dict(opt=partial(Adam, decouple_wd=False)), fused=dict(opt=fused_adamw),
              clip=dict(opt=partial(SGD, mom=.9), cbs=lambda: [GradientClip(.05)]), accumulate=dict(opt=Adam, cbs=lambda: [GradientAccumulation(32)]),
              both=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW), cbs=lambda: [GradientAccumulation(32), GradientClip(.02)]),
-             tokens=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW), loss_func=WORDS), groups=dict(opt=Adam, splitter=SPLIT, lr=slice(.005, .05)), frozen=dict(opt=Adam, splitter=SPLIT, freeze=True))
+             tokens=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW), loss_func=WORDS), groups=dict(opt=Adam, splitter=SPLIT, lr=slice(.005, .05)), frozen=dict(opt=Adam, splitter=SPLIT, freeze=True),
+             bf16=dict(opt=partial(SGD, mom=.9), cbs=lambda: [MixedPrecision('bf16', allow_emulation=True), Kinds()]))
+
+
+class Kinds(Callback):
+    "In what the layers compute"
+    order = 90
+    def before_fit(self):
+        learn, found = self.learn, set()
+        def see(m, args, out): found.add(str(out.dtype)), setattr(learn, 'computed', sorted(found))
+        for m in self.learn.model.modules():
+            if isinstance(m, torch.nn.Linear): m.register_forward_hook(see)
 
 
 def make(name, **kwargs):
@@ -58,7 +71,7 @@ def by_all(strategy, ones):
             train(learn, cbs, lr)
         one = ones[name]
         res[name] = dict(apart=apart(one.model, own), same=learn.model is own, engine=learn.engine, tell=tell, kinds=sorted({type(p).__name__ for p in own.parameters()}), seen=own.seen.item(),
-                         left=sorted({k for p in own.parameters() for k in vars(p)}), loss=float(learn.recorder.losses[-1]), want=float(one.recorder.losses[-1]), opt=type(learn.opt).__name__)
+                         left=sorted({k for p in own.parameters() for k in vars(p)}), loss=float(learn.recorder.losses[-1]), want=float(one.recorder.losses[-1]), opt=type(learn.opt).__name__, computed=getattr(learn, 'computed', None))
     return res, learns
 
 
@@ -106,8 +119,8 @@ def refused():
     res['ranger'] = why(ranger)
     res['rmsprop'] = why(partial(OptimWrapper, opt=torch.optim.RMSprop))
     res['made'] = why(OptimWrapper(opt=torch.optim.AdamW(learner().model.parameters())))
-    res |= {type(o).__name__: why(cbs=o) for o in (Compile(), EMACallback())}
-    res['bf16'] = why(cbs=FastaiMixedPrecision(amp_mode=AMPMode.BF16))
+    res |= {type(o).__name__: why(cbs=o) for o in (Compile(), EMACallback(), HalfPrecision())}
+    res |= dict(fastais=why(cbs=FastaiMixedPrecision(amp_mode=AMPMode.BF16)), fp16=why(cbs=MixedPrecision('fp16')))
     res['later'] = why(f=lambda learn: fit(learn, 1, cbs=[EMACallback()]))
     res['norm'] = why(cbs=GradientClip(1., 1.))
     res['cancelled'] = why(cbs=CancelsStep())
@@ -151,4 +164,6 @@ if __name__ == '__main__':
     warnings.filterwarnings('ignore')
     torch.set_num_threads(1)
     need_deepspeed('cpu')  # before the fork
+    own = torch.is_autocast_enabled
+    torch.is_autocast_enabled = lambda device='cpu': own(device)  # DeepSpeed asks for CUDA's, and switches it off: here as on a GPU
     sys.exit(not forked(Path(sys.argv[1])/'two', 2, False, sys.argv[2], main))

@@ -17,7 +17,7 @@ from .launch import GRACE, CannotStart, Signals, failed_run, outcome
 from ..distributed.board import Board, blame
 from ..errors import UserError, unknown
 from ..machine.environment import worker_cores
-from ..recipe import get_recipe, processes_of
+from ..recipe import get_recipe, machines_of, processes_of
 from ..runs.store import FOLDER, check_folder
 from ..runs.unfinished import checkpoint_options
 
@@ -262,6 +262,9 @@ def launch_as_meant(recipe, # A `Recipe`
     "Launch in one process without torchrun, or in several for a rung that names them"
     from fastbench.bench.launch import launch
     nproc,strategy = processes_of(recipe.name)
+    if (n := machines_of(recipe.name)) > 1:
+        raise UserError(f'it is meant for {n} machines: --slurm --nodes {n} --strategy {strategy} on a cluster, or '
+                        f'--nproc 2 --strategy {strategy} for two processes of this machine')
     if nproc == 1: return launch(recipe, *args, **kwargs)
     return launch_processes(recipe, nproc, *args, strategy=strategy, **kwargs)
 

@@ -9,7 +9,7 @@ __all__ = ['of_rank', 'check_same', 'train_rank', 'worst', 'main']
 import json, os, pickle, signal, sys
 from pathlib import Path
 
-from .child import quiet_process
+from .child import quiet_process, unpack
 from ..distributed.board import Board, Lookout
 from ..errors import UserError
 from ..machine.environment import host_id
@@ -77,7 +77,7 @@ def train_rank(spec:dict, # recipe, folder, strategy, timeout, offline, options
     from fastbench.runs.unfinished import forget_unfinished
     from fastbench.recipe import as_dict
     kept = _checkpoints(spec['options'], board)
-    recipe,device = pickle.loads(spec['recipe']),_device(spec['options'].pop('device', None), local_rank())
+    recipe,device = unpack(spec['recipe']),_device(spec['options'].pop('device', None), local_rank())
     join(device or 'cpu', spec['timeout'])
     own = _versions() | dict(recipe=plain(as_dict(recipe)))
     check_same(own, gather(own))

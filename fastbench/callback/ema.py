@@ -11,9 +11,12 @@ from collections import defaultdict
 import torch
 from fastai.callback.core import Callback
 from fastcore.basics import patch
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ..compat import foreach_copy_, foreach_lerp_
+from ..machine.group import same_on_all
+from ..machine.shards import is_part, part_of
 from ..measure.lifecycle import forget, when_cut
 from ..errors import UserError
 
@@ -54,12 +57,43 @@ class EMACallback(Callback):
         self.decay,self.every,self.keep = decay,every,keep
         self.average,self._updates,self._on,self._swapped = None,0,False,False
 
+# %% ../../nbs/callback/04_ema.ipynb #d7f7ecf6
+def _tensors(m): return [*m.parameters(), *m.buffers()]
+
+class _Parts(nn.Module):
+    "Tensors of what this process holds of a model"
+    def __init__(self, model):
+        super().__init__()
+        self.params = nn.ParameterList(p.detach() for p in model.parameters())
+        for i,b in enumerate(model.buffers()): self.register_buffer(f'buffer_{i}', b.detach())
+
+def _averaged(model):
+    "What `AveragedModel` copies"
+    return _Parts(model) if any(map(is_part, model.parameters())) else model
+
+# %% ../../nbs/callback/04_ema.ipynb #97ceeadc
+@torch.no_grad()
+def _here(t): return t.to_local() if is_part(t) else t
+
+@torch.no_grad()
+def _copy(pairs): # pairs: to, from
+    for a,b in pairs: _here(a).data.copy_(_here(b).data)
+
+@torch.no_grad()
+def _swap(a, b):
+    if not is_part(a): a.data,b.data = b.data,a.data
+    else:
+        a,b = _here(a),_here(b)
+        kept = a.clone()
+        a.copy_(b)
+        b.copy_(kept)
+
 # %% ../../nbs/callback/04_ema.ipynb #2a6ec272
 @patch
 def before_train(self:EMACallback):
     "Start an average, once per fit"
     if self._on: return
-    self.average = AveragedModel(self.learn.model, use_buffers=True)
+    self.average = AveragedModel(_averaged(self.learn.model), use_buffers=True)
     self._on,self._steps,self._updates = True,0,0
     when_cut(self.learn, self._stop)
 
@@ -73,7 +107,7 @@ def after_batch(self:EMACallback):
 @patch
 def _update(self:EMACallback):
     "Move the average"
-    lerp(self._pairs(), self.decay**self.every if self._updates else None)
+    lerp([(_here(a), _here(b)) for a,b in self._pairs()], self.decay**self.every if self._updates else None)
     self._updates += 1
     self.average.n_averaged += 1  # on the host
 
@@ -100,7 +134,7 @@ def after_fit(self:EMACallback):
     keep = self.keep and self._updates > 0
     self._stop()
     if keep:
-        for a,b in self._pairs(): a.data.copy_(b.data)
+        _copy(self._pairs())
 
 # %% ../../nbs/callback/04_ema.ipynb #9cd12c82
 @patch
@@ -111,14 +145,14 @@ def _stop(self:EMACallback):
 
 @patch
 def _pairs(self:EMACallback):
-    def tensors(m): return [*m.parameters(), *m.buffers()]
-    return zip(tensors(self.learn.model), tensors(self.average.module))
+    return list(zip(_tensors(self.learn.model), _tensors(self.average.module)))
 
 @patch
 def _swap(self:EMACallback, averaged):
     "Put the average, or the raw weights, into the model"
     if bool(averaged) == self._swapped: return
-    for a,b in self._pairs(): a.data,b.data = b.data,a.data
+    if averaged and isinstance(self.average.module, _Parts): same_on_all(list(self.average.module.buffers()))
+    for a,b in self._pairs(): _swap(a, b)
     self._swapped = bool(averaged)
 
 # %% ../../nbs/callback/04_ema.ipynb #6b382679
@@ -126,8 +160,7 @@ def _swap(self:EMACallback, averaged):
 def state_dict(self:EMACallback)->dict: # Empty outside a fit
     "The average, with the number of steps and updates"
     if not self._on: return {}
-    m = self.average.module
-    return dict(average=[o.detach() for o in (*m.parameters(), *m.buffers())], steps=self._steps, updates=self._updates)
+    return dict(average=[o.detach() for o in _tensors(self.average.module)], steps=self._steps, updates=self._updates)
 
 @patch
 def load_state_dict(self:EMACallback, state:dict # From `state_dict`
@@ -135,7 +168,6 @@ def load_state_dict(self:EMACallback, state:dict # From `state_dict`
     "Restore the average, steps and updates"
     if not state: return
     self.before_train()
-    m = self.average.module
-    for a,b in zip((*m.parameters(), *m.buffers()), state['average']): a.data.copy_(b)
+    _copy([(a, part_of(b, a)) for a,b in zip(_tensors(self.average.module), state['average'])])
     self._steps,self._updates = state['steps'],state['updates']
     self.average.n_averaged.fill_(self._updates)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compat import NormBase, foreach_add_, foreach_copy_
 from .amp import MixedPrecision, Scaler, map_tensors
 from ..errors import UserError
+from ..machine.shards import is_part
 
 # %% ../../nbs/callback/13_half.ipynb #ce6f88b2
 def _to(o, dtype): return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, o)
@@ -28,7 +29,7 @@ def _tensors(model):
     def new(t):
         ok = t is not None and t.dtype == torch.float32 and t.layout == torch.strided and id(t) not in seen
         seen.add(id(t))
-        return ok
+        return ok and not is_part(t)
     params = [p for m in mods for p in m._parameters.values() if new(p)]
     return params, [(m, k) for m in mods for k,b in m._buffers.items() if new(b)]
 

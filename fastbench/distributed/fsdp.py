@@ -11,15 +11,16 @@ from collections import Counter
 import torch
 from fastai.learner import load_model
 from fastai.optimizer import OptimWrapper
-from fastcore.basics import patch
+from fastcore.basics import noop, patch
 from fastcore.xtras import join_path_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ..callback.compiling import Compile
 from ..callback.half import HalfPrecision
+from ..compat import NormBase
 from .strategy import (
     Strategy, Takes, empty_weights, is_sharded, register_strategy, twin)
 from ..errors import UserError
@@ -34,6 +35,8 @@ def _own_blocks(model):
     names = {n for m in model.modules() for n in getattr(m, '_no_split_modules', None) or ()}
     return [m for m in model.modules() if type(m).__name__ in names]
 
+def _norms(model): return [m for m in model.modules() if isinstance(m, NormBase) and m is not model and m.affine]
+
 def _uses(m):
     return Counter(id(p) for o in m.modules() for _,p in o.named_parameters(recurse=False, remove_duplicate=False))
 
@@ -44,13 +47,16 @@ def _with_own_weights(blocks, model):
 
 def sharded_copy(model:nn.Module, # Emptied: its weights are in the copy
                  device, # Where it trains
-                 blocks=None # Gives, of a module, those to bring together one at a time; None: those transformers names
+                 blocks=None, # Gives those of a module to bring together one at a time; None: those transformers names
+                 dtype=None # In which weights are brought together and computed with, but for batch norm; None: theirs
     )->nn.Module:
     "Move the weights of a model into a sharded copy of it"
     same_on_all([o.data for o in (*model.parameters(), *model.buffers())])
     mesh,copy = init_device_mesh(torch.device(device).type, (world_size(),)),twin(model)
-    for m in _with_own_weights((blocks or _own_blocks)(copy), copy): fully_shard(m, mesh=mesh)
-    fully_shard(copy, mesh=mesh, reshard_after_forward=True)  # or what is outside of blocks stays whole
+    how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False))
+    for m in _norms(copy) if dtype else (): fully_shard(m, mesh=mesh)
+    for m in _with_own_weights((blocks or _own_blocks)(copy), copy): fully_shard(m, **how)
+    fully_shard(copy, **how, reshard_after_forward=True)  # or what is outside of blocks stays whole
     empty_weights(model)
     return copy
 
@@ -82,8 +88,8 @@ class FSDP(Strategy):
         device = train_device(learn)
         self._refuse(learn, device)
         if join(device, self.timeout) and world_size() == 1: self._undo.callback(leave)
-        self.model = learn.model.to(device)
-        with _KeptOptimizer(learn): learn.model = sharded_copy(self.model, device, self.blocks)
+        self.model,self.dtype = learn.model.to(device),_dtype(learn)
+        with _KeptOptimizer(learn): learn.model = sharded_copy(self.model, device, self.blocks, self.dtype)
 
     def check(self, model):
         if not is_sharded(model): raise UserError("strategy 'fsdp' is not in effect: not every weight is sharded")
@@ -106,8 +112,21 @@ def _refuse(self:FSDP, learn, device):
     if _of_matrices(learn.opt_func):
         raise UserError("Muon needs whole matrices, which strategy 'fsdp' cuts: strategy='ddp', or another optimizer")
     if not list(learn.model.parameters()): raise UserError("strategy 'fsdp' needs a model with weights")
-    other = next((type(o).__name__ for o in learn.cbs if isinstance(o, (HalfPrecision, Compile))), None)
+    other = next((type(o).__name__ for o in learn.cbs if isinstance(o, Compile)), None)
     if other: raise UserError(f"{other} was never tried with strategy 'fsdp': remove_cb({other}), or strategy='ddp'")
+    if _dtype(learn) == torch.float16:
+        raise UserError("half precision in fp16 was never tried with strategy 'fsdp': learn.to_half('bf16')")
+
+# %% ../../nbs/distributed/04_fsdp.ipynb #1afb145c
+def _dtype(learn): return next((o.dtype for o in learn.cbs if isinstance(o, HalfPrecision)), None)
+
+@patch
+def during(self:FSDP, learn):
+    "Check that weights are computed with as the Learner says"
+    if _dtype(learn) != self.dtype:
+        raise UserError('half precision was switched on or off inside of the block, and the weights are shared out '
+                        'already: call to_half or to_fp32 before it')
+    return noop
 
 # %% ../../nbs/distributed/04_fsdp.ipynb #dc65ef41
 def _params(opt): return [p for ps in opt.param_lists for p in ps]

@@ -11,15 +11,18 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import torch
-from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.fp16 import AMPMode
+from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
 from fastai.callback.training import GradientClip
 from fastai.learner import load_model
 from fastai.optimizer import OptimWrapper
 from fastcore.basics import patch
 from fastcore.xtras import join_path_file
 
+from ..callback.amp import MixedPrecision
 from ..callback.compiling import Compile
 from ..callback.ema import EMACallback
+from ..callback.half import HalfPrecision
 from ..callback.override import override
 from .deepspeed import _args, _check_opt, _second, need_deepspeed, torch_func, zero_config
 from .strategy import Strategy, Takes, empty_weights, register_strategy, twin
@@ -138,7 +141,7 @@ def _freeze_to(self:ZeRO, own, n):
                         'and begin another one for each part of fine_tune')
 
 # %% ../../nbs/distributed/04_zero.ipynb #33dc77bc
-_untried = MixedPrecision,Compile,EMACallback,CheckpointEvery
+_untried = HalfPrecision,Compile,EMACallback,CheckpointEvery
 
 @patch
 def _refuse(self:ZeRO, learn):
@@ -148,11 +151,24 @@ def _refuse(self:ZeRO, learn):
     other = next((type(o).__name__ for o in learn.cbs if isinstance(o, _untried)), None)
     if other: raise UserError(f"{other} was never tried with strategy {self.name!r}: remove_cb({other}), or "
                               "strategy='ddp' or 'fsdp'")
+    _check_precision(self, learn)
     clips = [o for o in learn.cbs if isinstance(o, GradientClip)]
     if len(clips) > 1 or any(o.norm_type != 2 for o in clips):
         raise UserError('DeepSpeed clips once, at the norm of all gradients: one GradientClip with norm_type=2')
     if not any(p.requires_grad for p in learn.model.parameters()):
         raise UserError(f'strategy {self.name!r} needs a model with weights that are trained')
+
+# %% ../../nbs/distributed/04_zero.ipynb #f70ac53b
+def _amps(learn): return [o for o in learn.cbs if isinstance(o, FastaiMixedPrecision)]
+
+def _check_precision(strategy, learn):
+    "Refuse every precision but fp32, and bf16 by our callback"
+    if all(isinstance(o, MixedPrecision) and o.amp_mode == AMPMode.BF16 for o in _amps(learn)): return
+    raise UserError(f'strategy {strategy.name!r} computes in fp32, or in bf16 after learn.bench().to_bf16(): other '
+                    "precisions go with strategy='ddp' or 'fsdp'")
+
+def _in_precision(amp, own, *args, **kwargs):
+    with amp.computing(None): return own(*args, **kwargs)
 
 # %% ../../nbs/distributed/04_zero.ipynb #ba78df09
 @patch
@@ -166,6 +182,7 @@ def during(self:ZeRO, learn):
     self.clip = self.engine.optimizer.clip_grad = float(clips[0].max_norm) if clips else 0.
     for o in clips: undo.callback(override(o, 'before_step', lambda own: None))
     undo.callback(override(learn, '_backward', partial(self._backward, learn)))
+    for o in _amps(learn): undo.callback(override(self.copy, 'forward', partial(_in_precision, o)))
     return undo.close
 
 # %% ../../nbs/distributed/04_zero.ipynb #2aef43ef
