@@ -28,6 +28,7 @@ from .crop import BatchCrop, BatchFit
 from .describe import describe, fingerprint, fingerprint_items
 from .kept import FORMAT, caches_dir
 from .memory import RecycledMemory
+from .seeded import DrawsByItem
 from .store import PARTS, Store, _class_of
 from ..errors import UserError, unknown
 from ..train.transfer import CopiesAhead
@@ -173,7 +174,7 @@ class NormalizeBytes(BatchNormalize):
         return 1/(255*std),-mean/std
 
 # %% ../../nbs/draw/24_cached.ipynb #4789fc6f
-class CachedDL(CopiesAhead, TfmdDL):
+class CachedDL(DrawsByItem, CopiesAhead, TfmdDL):
     "A loader that cuts its batches from a cache"
     def __init__(self, dataset, # `CachedItems`
                  crop=None, # A `BatchCrop`; None: items are as they shall be
@@ -181,7 +182,7 @@ class CachedDL(CopiesAhead, TfmdDL):
                  channels_last=False, # Batches in channels-last memory
                  **kwargs):
         super().__init__(dataset, **kwargs)
-        self.crop,self.source,self.epoch_key,self.memory = crop,source,0,RecycledMemory()
+        self.crop,self.source,self.memory = crop,source,RecycledMemory()
         self.channels_last = channels_last
         if source is not None: self.rng.setstate(source.rng.getstate())
 
@@ -194,9 +195,7 @@ class CachedDL(CopiesAhead, TfmdDL):
         super().randomize()
         rng = random.Random()
         rng.setstate(self.rng.getstate())  # a copy: the order of items stays that of the loader that was cached
-        self.epoch_key = rng.getrandbits(32)
-        for f in self.after_batch.fs:
-            if hasattr(f, 'reseed'): f.reseed(self.epoch_key)
+        self.begin_epoch(rng.getrandbits(32))
 
     def create_batches(self, samps):
         if self.crop: self.crop.reseed(self.epoch_key)

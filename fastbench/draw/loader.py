@@ -20,6 +20,7 @@ from fasttransform import Transform, compose_tfms
 from PIL import Image
 
 from ..machine.environment import worker_cores
+from ..machine.group import local_world_size, world_size
 from .cut import CannotPlan, CropPlan, cut, cut_exactly
 from .decode import CorruptImage, read_header, unreadable
 from .fastest import choose_decoder
@@ -86,7 +87,7 @@ def others(self:ImageItems, i # Number of the item
 class _Made:
     def __init__(self, idxs, shape, pin):
         self.x = torch.empty((len(idxs), *shape), dtype=torch.uint8, pin_memory=pin)
-        self.rows,self.others,self.gone = self.x.numpy(),[None]*len(idxs),[]
+        self.rows,self.others,self.gone,self.idxs = self.x.numpy(),[None]*len(idxs),[],idxs
 
     def keep(self):
         "Without the rows of items that were skipped"
@@ -95,12 +96,14 @@ class _Made:
         self.x,self.others = self.x[left],[self.others[i] for i in left]
 
 # %% ../../nbs/draw/05_loader.ipynb #045d1689
+def _threads(): return max(1, worker_cores()//local_world_size()) # processes on one machine share its cores
+
 class PoolDL(SeededDL):
     "A `TfmdDL` of images whose batches are made by threads"
     stations = ('read', 'read'),('decode', 'decode and crop'),('label', 'targets')  # that threads work at
     told = None  # Called with the number of a station and its seconds, while stations are timed
     def __init__(self, dataset, # A `Datasets` of which a part is opened by `PILImage.create`
-                 threads=None, # How many; None: one for each core; 0: none
+                 threads=None, # How many; None: one for each core of this process; 0: none
                  decoder='auto', # Who decodes; auto: the fastest that is installed
                  exact=False, # Pillow's pixels at full size, resized by Pillow
                  item_timeout=8., # Seconds after which an item counts as hung; 0: never
@@ -110,7 +113,7 @@ class PoolDL(SeededDL):
                  **kwargs):
         super().__init__(dataset, seed=seed, num_workers=num_workers, **kwargs)
         if seed is None: self.rng = random.Random(random.getrandbits(32)) # as fastai's: `set_seed` holds
-        self.threads,self.decoder,self.exact = worker_cores() if threads is None else threads,decoder,exact
+        self.threads,self.decoder,self.exact = _threads() if threads is None else threads,decoder,exact
         self.item_timeout,self.skip_bad,self.skipped,self.ahead = item_timeout,skip_bad,{},None
         try: self.parts = ImageItems(dataset)
         except CannotPlan: self.parts = None
@@ -168,6 +171,11 @@ def _item_into(self:PoolDL, made, row, i, plan, decoder):
     made.gone.append(row)
 
 # %% ../../nbs/draw/05_loader.ipynb #e3914fe2
+def _no_batch(dl, made):
+    name = item_name(dl.dataset, made.idxs[0])
+    return CorruptImage(f'no image of a batch can be read, and {world_size()} processes need a batch each: restore or '
+                        f'remove these files, or use a larger bs. The first: {dl.skipped.get(name, name)}')
+
 @patch
 def _batch(self:PoolDL, made):
     made.keep()
@@ -192,6 +200,7 @@ def _by_threads(self:PoolDL, samps):
     try:
         for o in made:
             if len(o.gone) < len(o.others): yield self._batch(o)
+            elif world_size() > 1: raise _no_batch(self, o)
     finally: made.close()
 
 # %% ../../nbs/draw/05_loader.ipynb #01ffc22c
