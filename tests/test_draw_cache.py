@@ -35,6 +35,7 @@ from fastbench.draw.crop import BatchFit, crop_slices
 from fastbench.draw.describe import NoFingerprint, describe, fingerprint, fingerprint_items
 from fastbench.draw.kept import clear_caches, kept_caches, read_about
 from fastbench.draw.memory import RecycledMemory
+from fastbench.draw.store import as_bytes, encoded, from_bytes
 from fastbench.errors import UserError
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -90,6 +91,51 @@ def test_batches_are_those_without_a_cache(pets, tmp_path, tfms, store):
     again = cached(make(pets, tfms), tmp_path/'c', store=store, workers=0)  # from disk
     for i in range(2): equal(epochs(plain[i]), epochs(again[i]))
     assert len(folders(tmp_path/'c')) == 2
+
+
+@pytest.mark.parametrize('store', ['array', 'parquet'])
+@pytest.mark.parametrize('encode', ['png', 'webp'])
+def test_encoded_without_loss_the_batches_are_the_same(pets, tmp_path, encode, store):
+    plain = make(pets)
+    raw, got = (cached(plain, tmp_path/'c', store=store, encode=o, workers=0) for o in (None, encode))
+    for i in range(2): equal(epochs(raw[i]), epochs(got[i]))
+    assert [str(o) for o in got.train.dataset.store.fields] == [f'PILImage ({encode})', 'TensorCategory'] and len(folders(tmp_path/'c')) == 4
+    whole = cached(plain, tmp_path/'c', store=store, encode=encode, whole=True, workers=0)
+    equal(epochs(whole.train), epochs(cached(plain, tmp_path/'c', store=store, whole=True, workers=0).train))
+    assert any(f'PILImage ({encode})' in o.says for o in kept_caches(tmp_path/'c'))
+
+
+def test_what_loses_something_is_only_done_when_asked(pets, tmp_path):
+    "And never to a mask"
+    for i, f in enumerate(sorted_files(pets)): Image.fromarray(np.full(np.asarray(Image.open(f)).shape[:2], i, 'uint8')).save(f.with_suffix('.png'))
+    block = DataBlock((ImageBlock, MaskBlock), get_items=_jpgs, get_y=_mask_of, splitter=FuncSplitter(is_valid), item_tfms=RandomResizedCrop(32))
+    plain = block.dataloaders(pets, bs=8, num_workers=0, device='cpu')
+    got = cached(plain, tmp_path/'c', encode='jpeg', workers=0)
+    assert [str(o) for o in got.train.dataset.store.fields] == ['PILImage (jpeg)', 'PILMask (png)']
+    far = []
+    for (x, m), (x2, m2) in zip(epochs(plain.train), epochs(got.train)):
+        assert torch.equal(m, m2)
+        far.append(float((x - x2).abs().mean()))
+    assert 0 < max(far) < 4/255
+    a, b = (cached(make(pets), tmp_path/'c', encode=o, workers=0).train.dataset.store.folder for o in ('png', 'jpeg'))
+    assert a != b and sum(o.stat().st_size for o in a.iterdir()) > sum(o.stat().st_size for o in b.iterdir())
+
+
+def test_grey_and_other_modes(tmp_path):
+    "What cannot be encoded as it is stays as pixels, and what has no image to encode is told"
+    x = np.random.default_rng(0).integers(0, 255, (9, 7, 4), dtype='uint8')
+    for mode, codec in dict(RGB='png', L='png', RGBA='', P='', CMYK='').items():
+        im = Image.fromarray(x).convert(mode) if mode != 'CMYK' else Image.fromarray(x, 'CMYK')
+        im.info |= dict(icc_profile=b'x'*99, transparency=3 if mode in 'PL' else (1, 2, 3), exif=b'y'*99)
+        f, raw, shape = as_bytes(encoded(im, 'png'))
+        assert f.codec == codec and np.array_equal(np.asarray(from_bytes(f, raw, shape)), np.asarray(im)) and b'x'*99 not in bytes(raw)
+    with pytest.raises(UserError, match="encode='png' has no effect: these items hold no image"): cached(Datasets(['a b'], [[_tokens]]), tmp_path/'t', encode='png', workers=0)
+    with pytest.raises(UserError, match="jpg.*jpeg"): cached([1], tmp_path, encode='jpg')
+
+
+def test_a_pillow_without_webp_says_so(pets, tmp_path, monkeypatch):
+    monkeypatch.setattr('fastbench.draw.store.features.check', lambda o: False)
+    with pytest.raises(UserError, match="built without WebP. Use encode='png'"): cached(make(pets), tmp_path/'c', encode='webp', workers=0)
 
 
 def test_all_that_one_asks_of_loaders(pets, tmp_path):

@@ -29,7 +29,7 @@ from .describe import describe, fingerprint, fingerprint_items
 from .kept import FORMAT, caches_dir
 from .memory import RecycledMemory
 from .seeded import DrawsByItem
-from .store import PARTS, Store, _class_of
+from .store import PARTS, Store, Encoded, _class_of, check_encoder, encoded
 from ..errors import UserError, unknown
 from ..train.transfer import CopiesAhead
 
@@ -102,11 +102,18 @@ def smaller(o, # An image; anything else is left as it is
     return res if type(o) is Image.Image else type(o)(res)  # Pillow's `resize` gives an `Image`
 
 # %% ../../nbs/draw/24_cached.ipynb #729b4899
-def _item(dataset, fs, split_idx, size, i):
+def _item(dataset, fs, split_idx, size, encode, i):
     o = dataset[i]
     for f in fs: o = f(o, split_idx=split_idx)
     if not isinstance(o, tuple): o = (o,)
-    return tuple(smaller(v, size) for v in o) if size else o
+    return tuple(encoded(smaller(v, size) if size else v, encode) for v in o)
+
+# %% ../../nbs/draw/24_cached.ipynb #4aaa43ee
+def _check_encoded(items, encode):
+    check_encoder(encode)
+    if not any(isinstance(o, Encoded) for o in items[0]):
+        raise UserError(f'encode={encode!r} has no effect: these items hold no image in colour or grey (RGB, L). Leave '
+                        'it out')
 
 # %% ../../nbs/draw/24_cached.ipynb #001d9ac9
 def cached_items(dataset, # `Datasets`, or whatever has a length and items
@@ -114,15 +121,17 @@ def cached_items(dataset, # `Datasets`, or whatever has a length and items
                  where=None, # Folder; None: below fastbench's own
                  size=None, # Shorter side that images are kept at; None: as they are
                  store='array', # array: mapped into memory; parquet
+                 encode=None, # Keep images as png, webp or jpeg; None: as pixels
                  **how # As for `open_store`: workers, per_part, check, tell_done
     )->CachedItems:
     "The items of a data set, prepared once"
     if store not in PARTS: raise UserError(unknown('store', store, list(PARTS)))
     if not len(dataset): raise UserError('there is nothing to cache: the data set has no items')
     split = getattr(dataset, 'split_idx', None)
-    key = cache_key(dataset, fs, (size, store))
+    key = cache_key(dataset, fs, (size, store, *([encode] if encode else [])))
     name = f'{_title(dataset)}-{"valid" if split else "train"}-{key}'
-    items = Items(partial(_item, dataset, fs, split, size), len(dataset), partial(_name_of, dataset))
+    items = Items(partial(_item, dataset, fs, split, size, encode), len(dataset), partial(_name_of, dataset))
+    if encode: _check_encoded(items, encode)
     return CachedItems(dataset, open_store(caches_dir(where)/name, items, store=store, **how))
 
 # %% ../../nbs/draw/24_cached.ipynb #327b50bb
@@ -284,13 +293,15 @@ def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set
            whole=False, # Crop and mirror whole batches: much faster; the same distribution, other draws
            size=None, # Shorter side that images are kept at, pixels; None: as they are
            store='array', # array: mapped into memory; parquet: compressed, needs the extra `table`
+           encode=None, # Keep images encoded, lossless as png or webp, or as jpeg; None: as pixels, which is faster
            workers=None, # Processes that prepare items; None: as many as there are cores
            check=True, # Compare checksums before a cache is used
            channels_last=False, # Training batches of `whole` in channels-last memory, which is faster still
            tell=None, # Called with the items prepared so far and in all; None: a bar on a terminal
     ): # The same: `DataLoaders`, a loader or a data set
     "Do everything that is not random once, and read it from disk from then on"
-    kwargs = dict(where=where, size=size, store=store, workers=workers, check=check, tell_done=tell)
+    kwargs = dict(where=where, size=size, store=store, encode=encode, workers=workers, check=check,
+                  tell_done=tell)
     if channels_last and not whole: raise UserError('channels_last=True is for whole batches: add whole=True')
     if isinstance(dls, DataLoaders):
         return CachedLoaders(*[cached_loader(dl, whole, channels_last, **kwargs) for dl in dls.loaders], source=dls)
