@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from fastbench.draw.build import Items, NoSpace, open_store
 from fastbench.draw.cached import CachedLoaders, batch_crop, cached
 from fastbench.draw.crop import BatchFit, crop_slices
 from fastbench.draw.describe import NoFingerprint, describe, fingerprint, fingerprint_items
+from fastbench.draw.fast import fast_images
 from fastbench.draw.kept import clear_caches, kept_caches, read_about
 from fastbench.draw.memory import RecycledMemory
 from fastbench.draw.store import as_bytes, encoded, from_bytes
@@ -183,6 +185,42 @@ def test_masks_and_texts(pets, tmp_path):
 def _jpgs(folder): return sorted(get_image_files(folder).filter(lambda o: o.suffix == '.jpg'))
 def _mask_of(o): return o.with_suffix('.png')
 def _tokens(o): return TensorText(torch.tensor([ord(c) for c in o]))
+
+
+# Threads
+
+@pytest.mark.parametrize('store', ['array', 'parquet'])
+@pytest.mark.parametrize('encode', [None, 'png', 'webp', 'jpeg'])
+def test_threads_draw_from_a_cache(pets, tmp_path, encode, store):
+    "The very batches of the cache, if that is asked for; else the same crops, resized as threads do"
+    kept = cached(make(pets), tmp_path/'c', store=store, encode=encode, workers=0)
+    exact, near, one = (fast_images(kept, exact=e, threads=n) for e, n in ((True, 2), (False, 2), (False, 0)))
+    assert type(exact) is CachedLoaders and exact.vocab == kept.vocab and exact.test_dl(sorted_files(pets)[:3]).one_batch()[0].shape == (3, 3, 32, 32)
+    for i in range(2):
+        if encode != 'jpeg': equal(epochs(fast_images(make(pets), exact=True)[i]), epochs(exact[i]))
+        equal(epochs(near[i]), epochs(one[i]))
+        for (x, y), (x2, y2) in zip(epochs(exact[i]), epochs(near[i]), strict=True): assert torch.equal(y, y2) and (x - x2).abs().mean() < .1
+
+
+def test_threads_leave_other_caches_alone(pets, tmp_path):
+    for i, f in enumerate(sorted_files(pets)): Image.fromarray(np.full(np.asarray(Image.open(f)).shape[:2], i, 'uint8')).save(f.with_suffix('.png'))
+    block = DataBlock((ImageBlock, MaskBlock), get_items=_jpgs, get_y=_mask_of, splitter=FuncSplitter(is_valid), item_tfms=RandomResizedCrop(32))
+    for dls, why in ((block.dataloaders(pets, bs=8, num_workers=0, device='cpu'), 'a target is a PILMask'), (make(pets, Resize(32, 'squish')), 'has no images')):
+        with pytest.raises(UserError, match=f'cannot be drawn by threads: .*{why}') as e: fast_images(cached(dls, tmp_path/'c', workers=0))
+        assert '\n' not in str(e.value)
+
+
+def test_a_cache_may_be_read_by_several_threads_at_once(tmp_path):
+    "More parts than are kept in memory"
+    class Slow(dict):
+        def pop(self, *args):
+            time.sleep(1e-4)  # another thread may take it away first
+            return super().pop(*args)
+    store = open_store(tmp_path/'x', Items(square, 200), store='parquet', per_part=4, workers=0)
+    store.recent, store.parts = 3, Slow()
+    def read(seed): return [float(store[i][0][0, 0]) == i for i in np.random.default_rng(seed).permutation(200)]
+    with ThreadPoolExecutor(4) as pool: assert all(map(all, pool.map(read, range(4))))
+    assert len(store.parts) <= 6
 
 
 # Whole batches

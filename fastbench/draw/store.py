@@ -244,8 +244,11 @@ class Store:
         "The bytes of a field of an item, not copied"
         return self.part(i//self.per_part).raw(i % self.per_part, j)
 
-    def __getitem__(self, i):
-        return tuple(from_bytes(f, self.raw(i, j), tuple(self.shapes[j][i])) for j,f in enumerate(self.fields))
+    def item(self, i, j): # i: item; j: field
+        "A field of an item"
+        return from_bytes(self.fields[j], self.raw(i, j), tuple(self.shapes[j][i]))
+
+    def __getitem__(self, i): return tuple(self.item(i, j) for j in range(len(self.fields)))
 
 # %% ../../nbs/draw/22_store.ipynb #26fa5c10
 def part_name(k, ext): # k: number of the part; ext: as in `PARTS`
