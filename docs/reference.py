@@ -139,9 +139,9 @@ def recipes_page():
 
 # Values for fields that no registered recipe sets, or sets to something long
 SUCH_AS = dict(lr=1e-3, seed=1, workers=4, batches=100, memory='4GB', knots='((0, .2), (.4, 1), (1, 0))', tf32=True, keep_memory=True, onednn=True, valid=.1, text_col='review', label_col='stars', max_tokens=8192, bptt=70,
-               prefetch=4, decoder='pillow', resize=160, progressive=.5, pretrained=True, bs=32, epochs=5, opt='muon', schedule='flat', label_smoothing=.1, precision='bf16', channels_last=True, loop='lean')
+               prefetch=4, decoder='pillow', resize=160, encode='png', progressive=.5, pretrained=True, bs=32, epochs=5, opt='muon', schedule='flat', label_smoothing=.1, precision='bf16', channels_last=True, loop='lean')
 
-WITH = {'memory': 'bs=largest', 'knots': 'schedule=linear', 'max_tokens': 'loader=budget', 'decoder': 'loader=threads', 'loader=whole': 'cache=array', 'resize': 'cache=array', 'pad': 'augment=batch',
+WITH = {'memory': 'bs=largest', 'knots': 'schedule=linear', 'max_tokens': 'loader=budget', 'decoder': 'loader=threads', 'loader=whole': 'cache=array', 'resize': 'cache=array', 'encode': 'cache=array', 'pad': 'augment=batch',
         'cutout': 'augment=batch'}  # without which they have no effect
 
 

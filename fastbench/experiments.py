@@ -172,6 +172,7 @@ _scale = (
     Rung('workers', 'a loader process for each core', dict(workers=None)),
     Rung('slurm', 'four machines by Slurm, each with the whole model', {}, 38404/3.63, nodes=4),
     Rung('once', 'searched, cut and turned once, kept as Parquet', dict(cache='parquet'), 38404/13.29),
+    Rung('threads', 'threads in place of the processes, which copy nothing', dict(loader='threads')),
     Rung('array', 'kept as an array that is mapped into memory', dict(cache='array')),
     Rung('whole', 'crops and mirror images of whole batches', dict(loader='whole', workers=0)),
     Rung('zero2', 'four machines, each with a part of optimizer and gradients, by DeepSpeed in bf16',

@@ -1,18 +1,26 @@
 "What each of two processes does in test_ranks.py: train on every loader, tell which texts it saw, measure and predict; and one process, to compare"
-import json, random, sys, warnings
+import io, json, random, sys, warnings
 from pathlib import Path
 
+import numpy as np
 import torch
 from fastai.callback.core import Callback, FetchPredsCallback
-from fastai.data.core import DataLoaders, TfmdDL
+from fastai.data.core import DataLoaders, Datasets, TfmdDL
+from fastai.data.transforms import Categorize, IntToFloatTensor, ToTensor
 from fastai.learner import AvgMetric, Metric
 from fastai.metrics import F1Score, accuracy, error_rate
 from fastai.torch_core import num_distrib, rank_distrib
+from fastai.vision.augment import FlipItem, RandomResizedCrop
+from fastai.vision.core import PILImage
 from fastcore.foundation import L
+from PIL import Image
 from torch import nn
 from torch.utils.data import TensorDataset
 from transformers import PreTrainedTokenizerFast
 
+from fastbench.draw.batch import batch_augment
+from fastbench.draw.cached import cached
+from fastbench.draw.loader import PoolDL
 from fastbench.text.data import hf_dls
 from fastbench.text.learner import hf_learner
 from fastbench.text.qa import QuestionAnswering
@@ -70,7 +78,28 @@ def numbers():
                         metrics=[accuracy, AvgMetric(error_rate), F1Score(average='macro'), *([Last()] if num_distrib() else [])])
 
 
-CASES = dict(masked=lambda t: texts(t, 'budget', task='masked-lm'), numbers=lambda t: numbers(), random=lambda t: texts(t, 'random'), sorted=lambda t: texts(t, 'sorted'), budget=lambda t: texts(t, 'budget'), packed=lambda t: texts(t, 'packed'), unseeded=unseeded,
+def picture(i):
+    "A small image, as the bytes of its file"
+    Image.fromarray(np.random.default_rng(i).integers(0, 255, (12, 14, 3), dtype='uint8')).save(f := io.BytesIO(), 'PNG')
+    return f.getvalue()
+
+
+def kind_of(i): return i % 3
+
+
+def images(folder=None):
+    "Images by threads, or in whole batches from a cache that both processes share; no seed, so that each process would draw in its own way"
+    random.seed(rank_distrib())
+    dsets = Datasets(list(range(45)), [[picture, PILImage.create], [kind_of, Categorize([0, 1, 2])]], splits=[list(range(35)), list(range(35, 45))])
+    tfms = dict(after_item=[RandomResizedCrop(8), FlipItem(), ToTensor()], after_batch=[IntToFloatTensor(), *batch_augment(max_lighting=.2)], bs=4, device='cpu', num_workers=0)
+    cls = dict(cls=TfmdDL) if folder else dict(cls=PoolDL, threads=2)
+    train = cls.pop('cls')(dsets.train, shuffle=True, **tfms, **cls)
+    dls = DataLoaders(train, train.new(dsets.valid, shuffle=False))
+    if folder: dls = cached(dls, folder/'kept', whole=True, workers=0)
+    return BenchLearner(dls, nn.Sequential(nn.Flatten(), nn.Linear(192, 3)), loss_func=nn.CrossEntropyLoss(), metrics=accuracy)
+
+
+CASES = dict(images=lambda t: images(), kept=lambda t: images(Path(sys.argv[1])), masked=lambda t: texts(t, 'budget', task='masked-lm'), numbers=lambda t: numbers(), random=lambda t: texts(t, 'random'), sorted=lambda t: texts(t, 'sorted'), budget=lambda t: texts(t, 'budget'), packed=lambda t: texts(t, 'packed'), unseeded=unseeded,
              tags=lambda t: examples(t, TokenClassification(['O', 'B-X']), [(o.split(), [['B-X', 'O'][i % 3 > 1] for i in range(len(o.split()))]) for o in TEXTS], 'packed'),
              questions=lambda t: examples(t, QuestionAnswering(), [('ba', o, o.split()[0]) for o in TEXTS], 'budget'),
              examples=lambda t: examples(t, Summarization(max_target=4), [(o, ' '.join(o.split()[:1 + i % 3])) for i, o in enumerate(TEXTS)], None, slice(36, 45)),
@@ -135,7 +164,14 @@ def alone(folder):
         learn = CASES[name](tok)
         learn.model.load_state_dict(torch.load(Path(folder, f'{name}-{strategy}.pth')))
         res[f'{name}-{strategy}'] = dict(measured=measured(learn), predicted=predicted(learn))
+    res['drawn'] = {o: drawn(CASES[o](None).dls.train) for o in ('images', 'kept')}
     Path(folder, 'alone.json').write_text(json.dumps(res))
+
+
+def drawn(dl):
+    "What one process draws, in batches as large as those of both together"
+    dl.bs *= 2
+    return [x.tolist() for x, _ in dl]
 
 
 def tokenizer(folder): return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -33,8 +34,10 @@ from fastbench.draw.build import Items, NoSpace, open_store
 from fastbench.draw.cached import CachedLoaders, batch_crop, cached
 from fastbench.draw.crop import BatchFit, crop_slices
 from fastbench.draw.describe import NoFingerprint, describe, fingerprint, fingerprint_items
+from fastbench.draw.fast import fast_images
 from fastbench.draw.kept import clear_caches, kept_caches, read_about
 from fastbench.draw.memory import RecycledMemory
+from fastbench.draw.store import as_bytes, encoded, from_bytes
 from fastbench.errors import UserError
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -92,6 +95,51 @@ def test_batches_are_those_without_a_cache(pets, tmp_path, tfms, store):
     assert len(folders(tmp_path/'c')) == 2
 
 
+@pytest.mark.parametrize('store', ['array', 'parquet'])
+@pytest.mark.parametrize('encode', ['png', 'webp'])
+def test_encoded_without_loss_the_batches_are_the_same(pets, tmp_path, encode, store):
+    plain = make(pets)
+    raw, got = (cached(plain, tmp_path/'c', store=store, encode=o, workers=0) for o in (None, encode))
+    for i in range(2): equal(epochs(raw[i]), epochs(got[i]))
+    assert [str(o) for o in got.train.dataset.store.fields] == [f'PILImage ({encode})', 'TensorCategory'] and len(folders(tmp_path/'c')) == 4
+    whole = cached(plain, tmp_path/'c', store=store, encode=encode, whole=True, workers=0)
+    equal(epochs(whole.train), epochs(cached(plain, tmp_path/'c', store=store, whole=True, workers=0).train))
+    assert any(f'PILImage ({encode})' in o.says for o in kept_caches(tmp_path/'c'))
+
+
+def test_what_loses_something_is_only_done_when_asked(pets, tmp_path):
+    "And never to a mask"
+    for i, f in enumerate(sorted_files(pets)): Image.fromarray(np.full(np.asarray(Image.open(f)).shape[:2], i, 'uint8')).save(f.with_suffix('.png'))
+    block = DataBlock((ImageBlock, MaskBlock), get_items=_jpgs, get_y=_mask_of, splitter=FuncSplitter(is_valid), item_tfms=RandomResizedCrop(32))
+    plain = block.dataloaders(pets, bs=8, num_workers=0, device='cpu')
+    got = cached(plain, tmp_path/'c', encode='jpeg', workers=0)
+    assert [str(o) for o in got.train.dataset.store.fields] == ['PILImage (jpeg)', 'PILMask (png)']
+    far = []
+    for (x, m), (x2, m2) in zip(epochs(plain.train), epochs(got.train)):
+        assert torch.equal(m, m2)
+        far.append(float((x - x2).abs().mean()))
+    assert 0 < max(far) < 4/255
+    a, b = (cached(make(pets), tmp_path/'c', encode=o, workers=0).train.dataset.store.folder for o in ('png', 'jpeg'))
+    assert a != b and sum(o.stat().st_size for o in a.iterdir()) > sum(o.stat().st_size for o in b.iterdir())
+
+
+def test_grey_and_other_modes(tmp_path):
+    "What cannot be encoded as it is stays as pixels, and what has no image to encode is told"
+    x = np.random.default_rng(0).integers(0, 255, (9, 7, 4), dtype='uint8')
+    for mode, codec in dict(RGB='png', L='png', RGBA='', P='', CMYK='').items():
+        im = Image.fromarray(x).convert(mode) if mode != 'CMYK' else Image.fromarray(x, 'CMYK')
+        im.info |= dict(icc_profile=b'x'*99, transparency=3 if mode in 'PL' else (1, 2, 3), exif=b'y'*99)
+        f, raw, shape = as_bytes(encoded(im, 'png'))
+        assert f.codec == codec and np.array_equal(np.asarray(from_bytes(f, raw, shape)), np.asarray(im)) and b'x'*99 not in bytes(raw)
+    with pytest.raises(UserError, match="encode='png' has no effect: these items hold no image"): cached(Datasets(['a b'], [[_tokens]]), tmp_path/'t', encode='png', workers=0)
+    with pytest.raises(UserError, match="jpg.*jpeg"): cached([1], tmp_path, encode='jpg')
+
+
+def test_a_pillow_without_webp_says_so(pets, tmp_path, monkeypatch):
+    monkeypatch.setattr('fastbench.draw.store.features.check', lambda o: False)
+    with pytest.raises(UserError, match="built without WebP. Use encode='png'"): cached(make(pets), tmp_path/'c', encode='webp', workers=0)
+
+
 def test_all_that_one_asks_of_loaders(pets, tmp_path):
     plain = make(pets)
     got = cached(plain, tmp_path/'c', workers=0)
@@ -137,6 +185,42 @@ def test_masks_and_texts(pets, tmp_path):
 def _jpgs(folder): return sorted(get_image_files(folder).filter(lambda o: o.suffix == '.jpg'))
 def _mask_of(o): return o.with_suffix('.png')
 def _tokens(o): return TensorText(torch.tensor([ord(c) for c in o]))
+
+
+# Threads
+
+@pytest.mark.parametrize('store', ['array', 'parquet'])
+@pytest.mark.parametrize('encode', [None, 'png', 'webp', 'jpeg'])
+def test_threads_draw_from_a_cache(pets, tmp_path, encode, store):
+    "The very batches of the cache, if that is asked for; else the same crops, resized as threads do"
+    kept = cached(make(pets), tmp_path/'c', store=store, encode=encode, workers=0)
+    exact, near, one = (fast_images(kept, exact=e, threads=n) for e, n in ((True, 2), (False, 2), (False, 0)))
+    assert type(exact) is CachedLoaders and exact.vocab == kept.vocab and exact.test_dl(sorted_files(pets)[:3]).one_batch()[0].shape == (3, 3, 32, 32)
+    for i in range(2):
+        if encode != 'jpeg': equal(epochs(fast_images(make(pets), exact=True)[i]), epochs(exact[i]))
+        equal(epochs(near[i]), epochs(one[i]))
+        for (x, y), (x2, y2) in zip(epochs(exact[i]), epochs(near[i]), strict=True): assert torch.equal(y, y2) and (x - x2).abs().mean() < .1
+
+
+def test_threads_leave_other_caches_alone(pets, tmp_path):
+    for i, f in enumerate(sorted_files(pets)): Image.fromarray(np.full(np.asarray(Image.open(f)).shape[:2], i, 'uint8')).save(f.with_suffix('.png'))
+    block = DataBlock((ImageBlock, MaskBlock), get_items=_jpgs, get_y=_mask_of, splitter=FuncSplitter(is_valid), item_tfms=RandomResizedCrop(32))
+    for dls, why in ((block.dataloaders(pets, bs=8, num_workers=0, device='cpu'), 'a target is a PILMask'), (make(pets, Resize(32, 'squish')), 'has no images')):
+        with pytest.raises(UserError, match=f'cannot be drawn by threads: .*{why}') as e: fast_images(cached(dls, tmp_path/'c', workers=0))
+        assert '\n' not in str(e.value)
+
+
+def test_a_cache_may_be_read_by_several_threads_at_once(tmp_path):
+    "More parts than are kept in memory"
+    class Slow(dict):
+        def pop(self, *args):
+            time.sleep(1e-4)  # another thread may take it away first
+            return super().pop(*args)
+    store = open_store(tmp_path/'x', Items(square, 200), store='parquet', per_part=4, workers=0)
+    store.recent, store.parts = 3, Slow()
+    def read(seed): return [float(store[i][0][0, 0]) == i for i in np.random.default_rng(seed).permutation(200)]
+    with ThreadPoolExecutor(4) as pool: assert all(map(all, pool.map(read, range(4))))
+    assert len(store.parts) <= 6
 
 
 # Whole batches

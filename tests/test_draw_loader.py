@@ -23,6 +23,7 @@ from fasttransform import ItemTransform, Pipeline, Transform
 from PIL import Image
 from scipy.stats import ks_2samp
 
+from fastbench.distributed.ranks import RankDL
 from fastbench.draw.cut import CannotPlan, Crop, CropPlan, cut, cut_pixels, pick_divisor
 from fastbench.draw.decode import CorruptImage, decoders, read_header
 from fastbench.draw.fast import fast_images, why_not_fast
@@ -355,14 +356,38 @@ def test_threads_of_a_hung_pool_do_not_hold_up_its_end():
 # Several ranks
 
 def test_ranks_share_it(folder, monkeypatch):
+    "fastai's wrapper deals the order of an epoch in stretches, ours each batch"
     from fastai.distributed import DistributedDL
-    from fastbench.distributed.ranks import RankDL
     for kind in (DistributedDL, RankDL):
         monkeypatch.setattr(kind, '_broadcast', lambda self, t, rank: t)
         whole = [b for b in seeded(folder, partial(PoolDL, threads=0, exact=True), shuffle=True, drop_last=False)]
         parts = [list(kind(seeded(folder, partial(PoolDL, threads=2, exact=True), drop_last=False), rank=r, world_size=2)) for r in (0, 1)]
-        rows = torch.cat([x for p in parts for x, _ in p])
+        rows = torch.cat([x for p in (zip(*parts) if kind is RankDL else parts) for x, _ in p])
         assert torch.cat([x for x, _ in whole]).equal(rows[:25]) and len(rows) == 26
+
+
+def test_a_rank_that_can_read_no_image_of_a_batch_ends_all(folder, tmp_path, monkeypatch):
+    "It would be a batch short, and the others would wait for it"
+    path, bad = spoiled(folder, tmp_path, 2)
+    dl = seeded(path, partial(PoolDL, threads=1, skip_bad=True), shuffle=False, drop_last=False, bs=1)
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    with pytest.raises(CorruptImage, match='no image of a batch can be read, and 2 processes need a batch each') as e: list(dl)
+    assert bad[0].name in one_line(e)
+
+
+def test_processes_share_the_cores_of_a_machine(folder, monkeypatch):
+    monkeypatch.setattr('fastbench.draw.loader.worker_cores', lambda: 6)
+    assert seeded(folder, PoolDL).threads == 6
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '4')
+    assert seeded(folder, PoolDL).threads == 1 and seeded(folder, partial(PoolDL, threads=3)).threads == 3
+
+
+def test_a_batch_of_all_ranks_is_needed(folder):
+    dl = RankDL(seeded(folder, PoolDL, bs=13), 0, 2, 'cpu')
+    dl._broadcast = lambda o, rank: o
+    assert len(dl) == 0
+    with pytest.raises(UserError, match='25 items are less than one batch of all processes, 2 x 13') as e: list(dl)
+    one_line(e)
 
 
 # fast_images

@@ -144,7 +144,7 @@ def test_batches_are_those_of_the_recipe():
     assert len(learn.profiler.profile.steps['train']) == 4
 CHANGED = dict(data='photos', sample=.5, workers=1, batches=3, bs=16, memory='4GB', epochs=2, lr=.1, wd=.3, opt='fused_sgd', eps=1e-3, schedule='flat',
                knots=[[0., 0.], [1., 1.]], label_smoothing=.1, precision='bf16', compile=True, tf32=True, keep_memory=True, onednn=True, ema=.9, best=True, target=.5,
-               seed=1, split='pooled', valid=.3, label_col='label', size=16, prefetch=3, loader='whole', decoder='pillow', prepare='align', cache='array', resize=8,
+               seed=1, split='pooled', valid=.3, label_col='label', size=16, prefetch=3, loader='whole', decoder='pillow', prepare='align', cache='array', encode='png', resize=8,
                channels_last=True, augment='batch', min_scale=.5, flip=.5, pad=1, cutout=3, progressive=.5, tta=True, arch='xresnet34', act='mish', pretrained=True)
 
 

@@ -21,7 +21,8 @@ from started import outcome
 from test_text_data import WORDS, make_tokenizer
 
 LOADERS = ('random', 'sorted', 'budget', 'packed', 'unseeded', 'tags', 'questions')
-CASES = (*LOADERS, 'examples', 'words', 'masked', 'numbers')
+IMAGES = ('images', 'kept')
+CASES = (*LOADERS, *IMAGES, 'examples', 'words', 'masked', 'numbers')
 
 
 def by_strategy(names): return [(o, 'ddp') for o in names] + [(o, 'fsdp') for o in names if o in FSDP]
@@ -51,7 +52,7 @@ def flat(batches): return sorted(o for b in batches for o, _ in b)
 @pytest.mark.parametrize('name,strategy', by_strategy(CASES))
 def test_both_take_as_many_steps_and_end_alike(ranks, name, strategy):
     a, b, _ = (o[f'{name}-{strategy}'] for o in ranks)
-    assert len(a['texts']) == len(b['texts']) == (-(-a['n']//2)*(1 + (name == 'numbers')) if name in ('examples', 'numbers') else a['n'])
+    assert len(a['texts']) == len(b['texts']) == (-(-a['n']//2)*(1 + (name == 'numbers')) if name in ('examples', 'numbers', *IMAGES) else a['n'])
     assert a['weights'] == pytest.approx(b['weights'], abs=1e-9) and a['back'] and b['back'] and np.isfinite(a['values']).all()
 
 
@@ -119,6 +120,14 @@ def test_steps_are_equally_long(ranks, name):
 def test_other_loaders_are_split_as_fastai_does(ranks):
     a, b = (flat(o['examples-ddp']['texts']) for o in ranks[:2])
     assert len(a) == len(b) == 18 and len(set(a + b)) == 35  # one is drawn twice, since 35 are odd
+
+
+@pytest.mark.parametrize('name', IMAGES)
+def test_images_are_those_that_one_process_draws(ranks, name):
+    "Step by step, the same items with the same crops and colours; 35 do not divide evenly, so the first is drawn again"
+    a, b, one = (o[f'{name}-ddp']['texts'] if i < 2 else o['drawn'][name] for i, o in enumerate(ranks))
+    assert [x + y for x, y in zip(a, b, strict=True)][:-1] == one[:-1] and (a[-1] + b[-1])[:-1] == one[-1]
+    assert [len(x) for x in a] == [len(x) for x in b] == [4, 4, 4, 4, 2]
 
 
 def test_rows_of_words_are_split_not_windows(ranks):

@@ -27,14 +27,31 @@ def test_whole_batches_have_the_same_labels_and_about_the_same_pixels():
     assert xs[0].shape == xs[1].shape and abs(xs[0].mean() - xs[1].mean()) < .1 and abs(xs[0].std()/xs[1].std() - 1) < .1
 
 
+@pytest.mark.parametrize('changes', [dict(cache='parquet'), dict(cache='array', encode='png')])
+def test_threads_draw_the_same_crops_from_a_cache(changes):
+    "In the same order; resized as threads do, which is not quite Pillow's way"
+    plain, fast = (get_recipe('scale-as-it-was', **CHANGES | o).make_dls(16, device='cpu') for o in ({}, dict(loader='threads', workers=2) | changes))
+    for a, b in zip([*plain.train, *plain.valid], [*fast.train, *fast.valid], strict=True):
+        assert torch.equal(a[1], b[1]) and a[0].shape == b[0].shape and (a[0] - b[0]).abs().mean() < .05
+    assert fast.info['threads'] == 2 and fast.info['workers'] == 0
+
+
 def test_images_are_kept_smaller_where_that_is_asked_for():
     dls = get_recipe('scale-as-it-was', **CHANGES, cache='array', resize=48).make_dls(16, device='cpu')
     assert min(dls.train.dataset[0][0].size) == 48
+    assert [o.codec for o in dls.train.dataset.store.fields] == ['', '']
+
+
+def test_images_are_kept_encoded_where_that_is_asked_for():
+    dls = get_recipe('scale-as-it-was', **CHANGES, cache='parquet', encode='webp').make_dls(16, device='cpu')
+    assert [o.codec for o in dls.train.dataset.store.fields] == ['webp', '']
 
 
 @pytest.mark.parametrize('changes, says', [
     (dict(loader='whole'), "loader='whole' cuts batches from a cache"), (dict(loader='whole', cache='parquet'), "cache='array'"), (dict(resize=32), 'resize'),
-    (dict(loader='threads'), "prepare"), (dict(augment='batch'), 'prepare'), (dict(cache='zip'), 'cache')])
+    (dict(loader='threads'), "prepare"), (dict(augment='batch'), 'prepare'), (dict(cache='zip'), 'cache'),
+    (dict(encode='png'), "encode='png' has no effect .*: it goes with cache="), (dict(cache='array', encode='gif'), 'encode'),
+    (dict(loader='threads', cache='array', decoder='pillow'), "decoder='pillow' has no effect")])
 def test_what_does_not_go_together_is_named(changes, says):
     with pytest.raises(UserError, match=says): get_recipe('scale-as-it-was', **changes).check()
 
@@ -45,6 +62,7 @@ def test_images_in_memory_are_not_prepared():
 
 def test_the_published_factor_is_beside_ours():
     rungs = {o.name: o for o in get_ladder('scale').rungs}
+    assert list(rungs) == ['as-it-was', 'workers', 'slurm', 'once', 'threads', 'array', 'whole', 'zero2']
     factors = {k: rungs['as-it-was'].seconds/o.seconds for k, o in rungs.items() if o.seconds}
     assert factors == pytest.approx({'as-it-was': 1, 'slurm': 3.63, 'once': 13.29, 'zero2': 21.53}) and rungs['whole'].changes == dict(loader='whole', workers=0)
     zero = get_ladder('faster').rungs[-1]

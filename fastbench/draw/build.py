@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .kept import FORMAT, lock_of, read_about
-from .store import PARTS, PartWriter, Store, as_bytes, checksum, part_name
+from .store import Field, PARTS, PartWriter, Store, as_bytes, checksum, part_name
 from ..errors import UserError
 from ..machine.download import locked
 from ..machine.environment import worker_cores
@@ -174,7 +174,7 @@ def finish(building, # The folder with all parts
     _save(building/'index.npz', **_merged(building, said))
     parts = [{k: o[k] for k in ('name', 'bytes', 'crc')} for o in said]
     index = dict(name='index.npz', bytes=(building/'index.npz').stat().st_size, crc=checksum(building/'index.npz'))
-    fields = [o['cls'].split(':')[1] for o in types]
+    fields = [str(Field(**o)) for o in types]
     about = about | dict(format=FORMAT, types=types, fields=fields, parts=parts, index=index)
     tmp = building/'cache.json.tmp'
     tmp.write_text(json.dumps(about), encoding='utf-8')

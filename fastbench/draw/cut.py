@@ -213,7 +213,7 @@ def cut_pixels(x, # uint8 (height, width, channels), at full size or divided
     out[:] = x[..., ::-1] if c.flip != c.mirrored else x
 
 # %% ../../nbs/draw/03_cut.ipynb #04009ee3
-def cut(data:bytes, # Of the file
+def cut(data, # Bytes of the file; or its pixels: uint8 (height, width, channels)
         head:Header, # Of it
         c:Crop, # What is wanted
         out, # uint8 (channels, height, width): where it goes
@@ -222,11 +222,12 @@ def cut(data:bytes, # Of the file
         name='(bytes)', # What to call the file in an error
     ):
     "Decode no more of an image than a crop of it needs"
-    gray = len(out) == 1
+    gray,there = len(out) == 1,isinstance(data, np.ndarray)
     if exact or c.resample not in _MODES:
-        x = decode(data, decoder, 1, gray, head, name)
+        x = data if there else decode(data, decoder, 1, gray, head, name)
         out[:] = cut_exactly(Image.fromarray(x[..., 0] if gray else x), c)
     else:
         size = head.width,head.height
-        x = decode(data, decoder, pick_divisor(c, size, decoder.divisors), gray, head, name, _scratch)
+        divisor = pick_divisor(c, size, decoder.divisors)
+        x = data if there else decode(data, decoder, divisor, gray, head, name, _scratch)
         cut_pixels(x, c, size, out)

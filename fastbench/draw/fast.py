@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from ..errors import UserError
 from .cut import CannotPlan, CropPlan
 from .fastest import choose_decoder
-from .loader import ImageItems, PoolDL
+from .loader import PoolDL, image_parts
 from .seeded import SeededDL
 
 # %% ../../nbs/draw/06_fast.ipynb #3c30acac
@@ -39,7 +39,7 @@ def why_not_fast(dl # A loader of fastai
     "Return why a loader cannot be made fast, in one line"
     try:
         _check_loader(dl)
-        ImageItems(dl.dataset)
+        image_parts(dl.dataset)
         CropPlan(dl.after_item.fs, getattr(dl.dataset, 'split_idx', None))
     except CannotPlan as e: return str(e)
     return ''

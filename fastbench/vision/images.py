@@ -8,6 +8,8 @@ __all__ = ['Images']
 # %% ../../nbs/vision/00_images.ipynb #f510381e
 from dataclasses import dataclass
 
+from fastcore.basics import patch
+
 from ..errors import UserError
 from ..recipe import Kind
 from ..rules import either, held_out, one_of, optional, real, setting, source, text, whole, yes_no
@@ -20,6 +22,7 @@ _label = 'column of the labels in a table; None: the only candidate'
 _loader = 'items: fastai makes them one by one; threads: see draw.loader; whole: batches are cut from a cache'
 _prepare = 'applied to each image before its crop; align: detect, crop, align, see vision.align'
 _cache = 'do the work that is not random once, and keep it on disk: see draw.cached'
+_encode = 'keep cached images as such files, png and webp without loss; none: as pixels'
 _resize = 'shorter side of cached images in pixels; None: unchanged'
 _workers = "loader processes, or threads of loader='threads'; auto: by measurement; None: min(8, cpus)"
 _progressive = 'share of the side at which training begins, full size from three quarters on; None: constant'
@@ -40,6 +43,7 @@ class Images(Kind, kind=False):
     decoder: str = setting(text(), 'decoder for threads; auto: the fastest installed', default='auto')
     prepare: str = setting(one_of('none', 'align'), _prepare, default='none')
     cache: str = setting(one_of('none', 'array', 'parquet'), _cache, default='none')
+    encode: str = setting(one_of('none', 'png', 'webp', 'jpeg'), _encode, default='none')
     resize: int|None = setting(optional(whole(1)), _resize, default=None)
     channels_last: bool = setting(yes_no(), 'channels-last memory format', default=False)
     augment: str = setting(one_of('auto', 'items', 'once', 'bulk', 'batch'), _augment, default='auto')
@@ -52,13 +56,19 @@ class Images(Kind, kind=False):
     progressive: float|None = setting(optional(real(0, 1, above=True)), _progressive, default=None)
     tta: bool = setting(yes_no(), 'predict the mean of an image and its mirror image', default=False)
 
-    def check(self):
-        super().check()
-        self.only_if(self.augment != 'auto', "augment='batch'", 'pad', 'cutout')
-        self.only_if(self.augment == 'auto', "augment='auto'", 'loader', 'prepare', 'cache')
-        self.only_if(self.loader == 'threads', "loader='threads'", 'decoder')
-        self.only_if(self.loader != 'threads', "loader='items' or 'whole'", 'prepare', 'cache')
-        self.only_if(self.cache != 'none', "cache='array' or 'parquet'", 'resize')
-        if self.loader == 'whole': self.only_if(self.workers != 'auto', "loader='items' or 'threads'", 'workers')
-        if self.loader == 'whole' and self.cache != 'array':
-            raise UserError(f"loader='whole' cuts batches from a cache in memory: cache='array', not {self.cache!r}")
+# %% ../../nbs/vision/00_images.ipynb #0799634f
+@patch
+def check(self:Images):
+    "Refuse what does not go together"
+    super(Images, self).check()
+    self.only_if(self.augment != 'auto', "augment='batch'", 'pad', 'cutout')
+    self.only_if(self.augment == 'auto', "augment='auto'", 'loader', 'prepare', 'cache')
+    self.only_if(self.loader == 'threads', "loader='threads'", 'decoder')
+    decoded = self.cache == 'none' or self.encode == 'jpeg'
+    self.only_if(decoded, "cache='none' or encode='jpeg', which have JPEGs to decode", 'decoder')
+    unprepared = self.loader == 'threads' and self.cache == 'none'
+    self.only_if(not unprepared, "loader='items', or threads with cache='array' or 'parquet'", 'prepare')
+    self.only_if(self.cache != 'none', "cache='array' or 'parquet'", 'resize', 'encode')
+    if self.loader == 'whole': self.only_if(self.workers != 'auto', "loader='items' or 'threads'", 'workers')
+    if self.loader == 'whole' and self.cache != 'array':
+        raise UserError(f"loader='whole' cuts batches from a cache in memory: cache='array', not {self.cache!r}")

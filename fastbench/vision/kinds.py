@@ -27,8 +27,8 @@ def make_dls(self:Images, bs, device=None, offline=False):
     given |= dict(workers=_workers(self), device=device, offline=offline, item_tfms=_prepared(self))
     make = partial(vision_dls, self.data, self.size, **given)
     dls = _or_all_there_is(self, bs, make)
+    if self.cache != 'none': dls = _from_cache(self, dls)
     if self.loader == 'threads': dls = _by_threads(self, dls)
-    elif self.cache != 'none': dls = _from_cache(self, dls)
     elif self.augment != 'auto': dls = augmented(dls, self.augment, self.pad, dls.info['flip'], self.cutout)
     return _measured(dls) if self.workers == 'auto' else dls
 
@@ -48,7 +48,9 @@ def _prepared(r):
 def _from_cache(r, dls):
     from fastbench.draw.cached import cached
     whole = r.loader == 'whole'
-    return cached(dls, whole=whole, size=r.resize, store=r.cache, channels_last=whole and r.channels_last)
+    encode = None if r.encode == 'none' else r.encode
+    return cached(dls, whole=whole, size=r.resize, store=r.cache, encode=encode,
+                  channels_last=whole and r.channels_last)
 
 def _by_threads(r, dls):
     from fastbench.draw.fast import fast_images
