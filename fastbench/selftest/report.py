@@ -100,7 +100,8 @@ class _Turn:
         asked = self.full or name in self.only
         if slow and not asked: return 'skipped','takes minutes: --full'
         if self.lost: return 'not run','the device failed in a check before this one'
-        if not asked and time.perf_counter() - self.started > QUICK: return 'skipped',f'{QUICK//60} minutes are over: --full'
+        late = time.perf_counter() - self.started > QUICK
+        if late and not asked: return 'skipped',f'{QUICK//60} minutes are over: --full'
 
 # %% ../../nbs/selftest/03_report.ipynb #87614033
 def selftest(device=None, # As torch writes it: 'cuda', 'cuda:1', 'mps', 'xpu', 'cpu'; None: fastai's default
