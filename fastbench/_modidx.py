@@ -166,6 +166,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastbench/bench/rank.py'),
                                       'fastbench.bench.rank._Progress.__init__': ( 'bench/rank.html#_progress.__init__',
                                                                                    'fastbench/bench/rank.py'),
+                                      'fastbench.bench.rank._check_data': ('bench/rank.html#_check_data', 'fastbench/bench/rank.py'),
                                       'fastbench.bench.rank._checkpoints': ('bench/rank.html#_checkpoints', 'fastbench/bench/rank.py'),
                                       'fastbench.bench.rank._device': ('bench/rank.html#_device', 'fastbench/bench/rank.py'),
                                       'fastbench.bench.rank._forget_part': ('bench/rank.html#_forget_part', 'fastbench/bench/rank.py'),
