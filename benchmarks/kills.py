@@ -56,7 +56,7 @@ def train(path, shared=None, width=64, epochs=EPOCHS, stamps=None, strategy=None
     data = list(zip(xs, ys))
     m = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(.3), nn.Linear(width, 3))
     learn = BenchLearner(DataLoaders(DataLoader(data, bs=8, shuffle=True), DataLoader(data, bs=32)), m, loss_func=nn.CrossEntropyLoss(),
-                         opt_func=fused_adamw, cbs=[] if str(strategy).startswith('zero') else EMACallback(.9), path=path)
+                         opt_func=fused_adamw, cbs=[] if str(strategy).startswith('zero3') else EMACallback(.9), path=path)
     cbs = ([CheckpointEvery(folder='c', tell=lambda o: None, **kwargs)] if kwargs else []) + ([Tell(shared)] if shared else []) + ([stamps] if stamps else [])
     together = learn.distributed(strategy, cpu=True, tell=lambda o: None) if strategy else contextlib.nullcontext()
     with together, learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(epochs, 1e-2, cbs=cbs)

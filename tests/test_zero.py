@@ -49,7 +49,7 @@ def test_weights_are_those_of_one_process(two, stage):
     "Shares of 12 and 4 samples, a schedule of lr and momentum, clipping, accumulation, groups, frozen weights"
     for r in two:
         found = r[stage]['equal']
-        assert len(found) == (3 if 'offload' in stage else 14)
+        assert len(found) == (3 if 'offload' in stage else 14 if stage == 'zero3' else 15)
         assert not {k: o['apart'] for k, o in found.items() if not o['apart'] < ROUNDING.get(k, 1e-6)}
         for k, o in found.items(): assert o['loss'] == pytest.approx(o['want'], rel=1e-2 if k == 'bf16' else 1e-5)
 
@@ -110,7 +110,7 @@ def test_a_file_of_several_is_one_of_one_process(two, started, stage):
         assert 'no luck' in got['fails']
 
 
-REFUSED = dict(ranger='cannot step Lookahead', rmsprop='cannot step RMSprop', made='is made already', Compile='remove_cb(Compile)', EMACallback='remove_cb(EMACallback)', HalfPrecision='remove_cb(HalfPrecision)', fastais='in bf16 after learn.bench().to_bf16()', fp16='in bf16 after learn.bench().to_bf16()', later='remove_cb(EMACallback)',
+REFUSED = dict(ranger='cannot step Lookahead', rmsprop='cannot step RMSprop', made='is made already', Compile='remove_cb(Compile)', EMACallback='remove_cb(EMACallback)', HalfPrecision='remove_cb(HalfPrecision)', fastais='in bf16 after learn.bench().to_bf16()', fp16='in bf16 after learn.bench().to_bf16()', later='remove_cb(Compile)',
                norm='one GradientClip with norm_type=2', cancelled='cancel the batch instead', reset='before the block', freeze='freeze or unfreeze before the block', beside='is not in effect', clips='clipping is 1.0, not 0.0')
 
 

@@ -6,10 +6,11 @@ import torch
 from fastai.callback.training import GradientAccumulation
 
 import fastbench.distributed.zero_state  # before the fork
+from fastbench.callback.ema import EMACallback
 from fastbench.distributed.deepspeed import need_deepspeed
 from resume_ranks import copied, exported, forked, of_strategy, train
 
-COLLECTS = lambda: [GradientAccumulation(40)]  # three batches of two processes
+COLLECTS = lambda: [GradientAccumulation(40), EMACallback(.8, every=3)]  # three batches of two processes
 
 
 def main(at):

@@ -142,14 +142,15 @@ def _freeze_to(self:ZeRO, own, n):
                         'and begin another one for each part of fine_tune')
 
 # %% ../../nbs/distributed/04_zero.ipynb #33dc77bc
-_untried = HalfPrecision,Compile,EMACallback
+_untried = HalfPrecision,Compile
 
 @patch
 def _refuse(self:ZeRO, learn):
     if isinstance(learn.opt_func, OptimWrapper):
         raise UserError(f'strategy {self.name!r} has to make the optimizer anew, and this one is made already: '
                         'opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)')
-    other = next((type(o).__name__ for o in learn.cbs if isinstance(o, _untried)), None)
+    no = (*_untried, EMACallback) if self.stage == 3 else _untried
+    other = next((type(o).__name__ for o in learn.cbs if isinstance(o, no)), None)
     if other: raise UserError(f"{other} was never tried with strategy {self.name!r}: remove_cb({other}), or "
                               "strategy='ddp' or 'fsdp'")
     _check_precision(self, learn)
@@ -179,6 +180,7 @@ def during(self:ZeRO, learn):
     if learn.opt is not self.opt:
         raise UserError('the optimizer was made anew inside of the block, and DeepSpeed has the one before: '
                         'set it, or reset_opt=True, before the block')
+    self.engine.optimizer.refresh_fp32_params()  # weights may be others since the last fit: averages
     clips,undo = [o for o in learn.cbs if isinstance(o, GradientClip)],ExitStack()
     self.clip = self.engine.optimizer.clip_grad = float(clips[0].max_norm) if clips else 0.
     for o in clips: undo.callback(override(o, 'before_step', lambda own: None))
