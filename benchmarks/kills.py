@@ -1,7 +1,7 @@
 """A training with checkpoints, killed by kill -9 at random moments and started again, until it is over.
 
 `python benchmarks/kills.py [--kills 50] [--seed 0]` kills as often as that, and says for each training how often it was killed, how many steps were lost at most, whether each kill left a
-checkpoint that can be read, and whether the losses are those of a training that nobody killed. `--nproc 2 [--strategy fsdp]`: of a training of two processes, one of which is killed, or both; losses are equal within rounding. `--cost` measures what a checkpoint costs instead: fits with and without, in turn."""
+checkpoint that can be read, and whether the losses are those of a training that nobody killed. `--nproc 2 [--strategy fsdp]`: of a training of two processes, one of which is killed, or both; losses are equal within rounding. `--restarts 20` instead launches trainings of two processes, one of which is killed once, and counts those that torchrun starts anew (`--max-restarts 1`) and that go on from their checkpoint. `--cost` measures what a checkpoint costs instead: fits with and without, in turn."""
 import argparse
 import contextlib
 import hashlib
@@ -56,7 +56,7 @@ def train(path, shared=None, width=64, epochs=EPOCHS, stamps=None, strategy=None
     data = list(zip(xs, ys))
     m = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(.3), nn.Linear(width, 3))
     learn = BenchLearner(DataLoaders(DataLoader(data, bs=8, shuffle=True), DataLoader(data, bs=32)), m, loss_func=nn.CrossEntropyLoss(),
-                         opt_func=fused_adamw, cbs=EMACallback(.9), path=path)
+                         opt_func=fused_adamw, cbs=[] if str(strategy).startswith('zero3') else EMACallback(.9), path=path)
     cbs = ([CheckpointEvery(folder='c', tell=lambda o: None, **kwargs)] if kwargs else []) + ([Tell(shared)] if shared else []) + ([stamps] if stamps else [])
     together = learn.distributed(strategy, cpu=True, tell=lambda o: None) if strategy else contextlib.nullcontext()
     with together, learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(epochs, 1e-2, cbs=cbs)
@@ -226,17 +226,39 @@ def cost(repeats=7):
               f'a checkpoint {written - due:.1f} ms')
 
 
+def restarts(n, nproc, strategy, tell=print):
+    "Of `n` trainings of which a process is killed, how many went on from their checkpoint"
+    from fastbench.bench.processes import launch_processes
+    from fastbench.recipe import get_recipe
+    from fastbench.runs.store import load
+    trouble, well = f"{Path(__file__).resolve().parent.parent/'tests'/'examples'/'trouble.py'}:make", 0
+    for i in range(n):
+        with tempfile.TemporaryDirectory() as tmp:
+            run = load(launch_processes(get_recipe(trouble, what='killed once'), nproc, tmp, strategy=strategy, max_restarts=1, checkpoint_every='3steps', device='cpu'))
+        ok = run.status == 'ok' and run.resumed.get('steps') == [3]
+        well += ok
+        tell(f'{i+1}: ' + ('went on after step 3' if ok else f'{run.status}, {run.error or run.resumed}'), flush=True)
+    print(f'{well} of {n} trainings were started anew and went on from their checkpoint')
+    return well < n
+
+
 if __name__ == '__main__':
     p = argparse.ArgumentParser(description=__doc__.split('\n')[0])
     p.add_argument('--kills', type=int, default=50)
     p.add_argument('--seed', type=int, default=0)
     p.add_argument('--nproc', type=int, default=1, help='processes that train together')
-    p.add_argument('--strategy', default='ddp', help='ddp or fsdp, of several processes')
+    p.add_argument('--strategy', default='ddp', help='ddp, fsdp or a stage of ZeRO, of several processes')
     p.add_argument('--cost', action='store_true')
+    p.add_argument('--restarts', type=int, help='trainings of several processes to start, kill once and start anew')
     args = p.parse_args()
     warnings.simplefilter('ignore')
     torch.set_num_threads(1)
     if args.cost: sys.exit(cost())
+    if args.restarts: sys.exit(restarts(args.restarts, max(2, args.nproc), args.strategy))
+    if args.strategy.startswith('zero'):
+        import fastbench.distributed.zero_state
+        from fastbench.distributed.deepspeed import need_deepspeed
+        need_deepspeed('cpu')  # before the fork
     rows = kill_many(args.kills, args.seed, nproc=args.nproc, strategy=args.strategy)
     worst = max(o[1] for o in rows)
     print(f'{sum(o[0] for o in rows)} kills in {len(rows)} trainings: lost at most {worst} steps, {sum(not o[2] for o in rows)} trainings differ')

@@ -119,3 +119,17 @@ def test_what_the_processes_refuse_is_said_once(tmp_path):
     with pytest.raises(UserError, match="bs='largest' is found in one process") as e:
         launch_processes(get_recipe('digits-xresnet18', bs='largest'), 2, tmp_path, device='cpu')
     assert '\n' not in str(e.value) and not left()
+
+
+def test_other_data_on_one_of_them_is_refused_before_it_trains(tmp_path):
+    with pytest.raises(UserError, match='^the processes differ: data is 128 in process 0 and 64 in process 1. Give all machines'): launched(tmp_path, 'fewer')
+    assert not list(tmp_path.glob('*.json')) and not left()
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    import torch
+    from fastbench.bench.rank import _device
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
+    assert _device('cpu', 1) == 'cpu' and _device(None, 0) == 'cuda:0'
+    with pytest.raises(UserError, match='^process 1 of this machine has no GPU: torch finds 1. Start 1 '): _device(None, 1)

@@ -1,5 +1,5 @@
 "What each of two processes does in test_zero.py: train with each stage of ZeRO beside one process, save and load, go on, be refused"
-import json, os, sys, warnings
+import contextlib, json, os, sys, warnings
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,7 @@ CASES = dict(torch_adamw=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW)),
              clip=dict(opt=partial(SGD, mom=.9), cbs=lambda: [GradientClip(.05)]), accumulate=dict(opt=Adam, cbs=lambda: [GradientAccumulation(32)]),
              both=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW), cbs=lambda: [GradientAccumulation(32), GradientClip(.02)]),
              tokens=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW), loss_func=WORDS), groups=dict(opt=Adam, splitter=SPLIT, lr=slice(.005, .05)), frozen=dict(opt=Adam, splitter=SPLIT, freeze=True),
-             bf16=dict(opt=partial(SGD, mom=.9), cbs=lambda: [MixedPrecision('bf16', allow_emulation=True), Kinds()]))
+             average=dict(opt=Adam, cbs=lambda: [EMACallback(.7, every=3)]), bf16=dict(opt=partial(SGD, mom=.9), cbs=lambda: [MixedPrecision('bf16', allow_emulation=True), Kinds()]))
 
 
 class Kinds(Callback):
@@ -65,6 +65,7 @@ def by_one_process():
 def by_all(strategy, ones):
     res, learns = {}, {}
     for name in CASES if 'offload' not in strategy else FEW:
+        if (strategy, name) == ('zero3', 'average'): continue  # refused
         learn, cbs, lr = make(name, seed=0 if CASES[name].get('freeze') else group.rank())  # the weights of the first process count
         own, learns[name], tell = learn.model, learn, []
         with learn.distributed(strategy, cpu=True, tell=tell.append):
@@ -97,7 +98,18 @@ def back_and_forth(strategy):
                     with learn.distributed(strategy, cpu=True, tell=lambda o: None): train(learn, cbs, lr, 1)
             learns.append(learn)
         res[name] = apart(*(o.model for o in learns))
-    return res
+    return res if strategy == 'zero3' else res | dict(twice=twice(strategy))
+
+
+def twice(strategy):
+    "Two fits in one block, the second from the average of the first"
+    learns = []
+    for alone in (True, False):
+        learn, cbs, lr = make('average', alone=alone)
+        with contextlib.nullcontext() if alone else learn.distributed(strategy, cpu=True, tell=lambda o: None):
+            for _ in range(2): train(learn, cbs, lr, 1)
+        learns.append(learn)
+    return apart(*(o.model for o in learns))
 
 
 class CancelsStep(Callback):
@@ -107,11 +119,11 @@ class CancelsStep(Callback):
 def refused():
     "One line each, and nothing left behind"
     res, adamw = {}, CASES['torch_adamw']['opt']
-    def why(opt=adamw, cbs=(), f=lambda learn: fit(learn, 1), **kwargs):
+    def why(opt=adamw, cbs=(), f=lambda learn: fit(learn, 1), stage='zero2', **kwargs):
         learn = learner(opt, cbs=cbs, **kwargs)
         own = learn.model
         try:
-            with learn.distributed('zero2', cpu=True, tell=lambda o: None): f(learn)
+            with learn.distributed(stage, cpu=True, tell=lambda o: None): f(learn)
         except Exception as e: said = f'{type(e).__name__}: {e}'
         else: said = 'nothing'
         assert learn.model is own and flat(own).shape[0] == 256 and not hasattr(learn, 'distributed_trainer') and '_backward' not in vars(learn)
@@ -119,9 +131,9 @@ def refused():
     res['ranger'] = why(ranger)
     res['rmsprop'] = why(partial(OptimWrapper, opt=torch.optim.RMSprop))
     res['made'] = why(OptimWrapper(opt=torch.optim.AdamW(learner().model.parameters())))
-    res |= {type(o).__name__: why(cbs=o) for o in (Compile(), EMACallback(), HalfPrecision())}
+    res |= {type(o).__name__: why(cbs=o) for o in (Compile(), HalfPrecision())} | dict(EMACallback=why(cbs=EMACallback(), stage='zero3'))
     res |= dict(fastais=why(cbs=FastaiMixedPrecision(amp_mode=AMPMode.BF16)), fp16=why(cbs=MixedPrecision('fp16')))
-    res['later'] = why(f=lambda learn: fit(learn, 1, cbs=[EMACallback()]))
+    res['later'] = why(f=lambda learn: fit(learn, 1, cbs=[Compile()]))
     res['norm'] = why(cbs=GradientClip(1., 1.))
     res['cancelled'] = why(cbs=CancelsStep())
     res['reset'] = why(f=lambda learn: learn.fit(1, reset_opt=True))

@@ -213,9 +213,6 @@ def launch_processes(recipe, # A `Recipe` or its name, a function that returns a
     check_several(recipe)
     check_folder(folder)
     if resume or checkpoint_every is not None:
-        if str(strategy).startswith('zero'):
-            raise UserError(f'checkpoints were never tried with strategy {strategy!r}: leave out --checkpoint-every '
-                            'and --resume, or take fsdp, which writes them in parts')
         options['checkpoints'] = checkpoint_options(recipe, folder, repeat, checkpoint_every, resume)
     many = dict(world_size=nproc*place.nodes, strategy=strategy or '')
     with place.folder(folder, recipe, repeat) as path, Signals() as signals:

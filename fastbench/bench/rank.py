@@ -30,6 +30,11 @@ def _versions():
     import fastai, torch, fastbench
     return dict(fastbench=fastbench.__version__, torch=torch.__version__, fastai=fastai.__version__)
 
+def _check_data(run):
+    from fastbench.machine.group import gather
+    own = dict(data=run.data.get('n_train'), validation=run.data.get('n_valid'), weights=run.weights)
+    check_same(own, gather(own))
+
 def check_same(own:dict, # Values that have to be equal
                all:list, # Values of each process, by rank
     ):
@@ -83,10 +88,8 @@ def train_rank(spec:dict, # recipe, folder, strategy, timeout, offline, options
     check_same(own, gather(own))
     tell = _Progress(board) if rank() == 0 else None
     run = run_recipe(recipe, device=device, tell=tell, stop=look.step, offline=spec['offline'],
-                     strategy=spec['strategy'], **spec['options'])
+                     strategy=spec['strategy'], ready=_check_data, **spec['options'])
     if run.status == 'failed': raise _Failed(run)
-    same = dict(data=run.data.get('n_train'), weights=run.weights)
-    check_same(same, gather(same))
     run.ranks = of_ranks(gather(of_rank(run, rank())), gather(step_syncs(run)))
     run.status = worst(gather(run.status))
     if world_size() > 1: _without_others(run)

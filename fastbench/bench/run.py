@@ -119,6 +119,7 @@ def run_recipe(recipe:str|Recipe, # What to run: a recipe or its name, a functio
                stop=None, # Called after each step: True ends the fit
                strategy=None, # How several processes share the model; None: this process trains alone
                checkpoints=None, # For `CheckpointEvery`: folder, minutes or steps, resume; None: none are written
+               ready=None, # Called with the Run before it trains, to refuse it
                **changes, # New values of the recipe's fields
     )->Run: # What was measured
     "Train `recipe` once in this process and return its Run"
@@ -139,6 +140,7 @@ def run_recipe(recipe:str|Recipe, # What to run: a recipe or its name, a functio
         if learn:
             if strategy: _together(learn, strategy, run)
             _describe(run, r, learn)
+            if ready: ready(run)
             every = _checkpoints(learn, checkpoints, stop, tell)
             _train(learn, r, run, tell, stop, device, energy, idle, every)
     finally: r.leave(learn)

@@ -69,7 +69,7 @@ class _Parts(nn.Module):
 
 def _averaged(model):
     "What `AveragedModel` copies"
-    return _Parts(model) if any(map(is_part, model.parameters())) else model
+    return _Parts(model) if any(map(is_part, model.parameters())) or hasattr(model, 'keeps_buffers') else model
 
 # %% ../../nbs/callback/04_ema.ipynb #97ceeadc
 @torch.no_grad()
@@ -81,12 +81,10 @@ def _copy(pairs): # pairs: to, from
 
 @torch.no_grad()
 def _swap(a, b):
-    if not is_part(a): a.data,b.data = b.data,a.data
-    else:
-        a,b = _here(a),_here(b)
-        kept = a.clone()
-        a.copy_(b)
-        b.copy_(kept)
+    a,b = _here(a),_here(b)
+    kept = a.clone()
+    a.copy_(b)
+    b.copy_(kept)
 
 # %% ../../nbs/callback/04_ema.ipynb #2a6ec272
 @patch
@@ -151,8 +149,11 @@ def _pairs(self:EMACallback):
 def _swap(self:EMACallback, averaged):
     "Put the average, or the raw weights, into the model"
     if bool(averaged) == self._swapped: return
-    if averaged and isinstance(self.average.module, _Parts): same_on_all(list(self.average.module.buffers()))
-    for a,b in self._pairs(): _swap(a, b)
+    in_parts = isinstance(self.average.module, _Parts)
+    if averaged and in_parts: same_on_all(list(self.average.module.buffers()))
+    for a,b in self._pairs():
+        if in_parts: _swap(a, b)
+        else: a.data,b.data = b.data,a.data
     self._swapped = bool(averaged)
 
 # %% ../../nbs/callback/04_ema.ipynb #6b382679

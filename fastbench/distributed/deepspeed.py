@@ -55,7 +55,7 @@ def zero_config(stage:int, # 1, 2 or 3
                 clip:float=0., # Norm at which gradients are clipped; 0: never
     )->dict:
     "Return DeepSpeed's configuration"
-    bucket = max(1, min(n, 500_000_000))
+    bucket = max(2, min(n + n%2, 500_000_000))  # DeepSpeed wants an even number
     zero = dict(stage=stage, reduce_bucket_size=bucket, allgather_bucket_size=bucket, overlap_comm=False)
     if stage == 3: zero |= dict(stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=bucket)
     if offload: zero['offload_optimizer'] = dict(device='cpu')

@@ -29,7 +29,6 @@ from .strategy import Strategy, Takes, empty_weights, register_strategy, twin
 from ..errors import UserError
 from ..machine.group import backend, barrier, join, same_on_all, world_size
 from ..measure.clock import train_device
-from ..train.resume import CheckpointEvery
 
 # %% ../../nbs/distributed/04_zero.ipynb #d748d597
 class ZeRO(Strategy):
@@ -97,6 +96,8 @@ def _start(self:ZeRO, learn):
                    state_dict=self._collect, load_state_dict=self._give)
     for k,f in answers.items(): self._undo.callback(override(self.opt, k, f))
     override(self.copy, 'state_dict', self._whole)
+    override(self.copy, 'load_state_dict', self._take)
+    self.copy.keeps_buffers = self.copy.keeps_grads = True  # of each process its own; for checkpoints
     override(self.engine, 'state_dict', lambda own, *args, **kwargs: self.copy.state_dict(*args, **kwargs))
 
 # %% ../../nbs/distributed/04_zero.ipynb #a64487d1
@@ -141,14 +142,15 @@ def _freeze_to(self:ZeRO, own, n):
                         'and begin another one for each part of fine_tune')
 
 # %% ../../nbs/distributed/04_zero.ipynb #33dc77bc
-_untried = HalfPrecision,Compile,EMACallback,CheckpointEvery
+_untried = HalfPrecision,Compile
 
 @patch
 def _refuse(self:ZeRO, learn):
     if isinstance(learn.opt_func, OptimWrapper):
         raise UserError(f'strategy {self.name!r} has to make the optimizer anew, and this one is made already: '
                         'opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)')
-    other = next((type(o).__name__ for o in learn.cbs if isinstance(o, _untried)), None)
+    no = (*_untried, EMACallback) if self.stage == 3 else _untried
+    other = next((type(o).__name__ for o in learn.cbs if isinstance(o, no)), None)
     if other: raise UserError(f"{other} was never tried with strategy {self.name!r}: remove_cb({other}), or "
                               "strategy='ddp' or 'fsdp'")
     _check_precision(self, learn)
@@ -178,6 +180,7 @@ def during(self:ZeRO, learn):
     if learn.opt is not self.opt:
         raise UserError('the optimizer was made anew inside of the block, and DeepSpeed has the one before: '
                         'set it, or reset_opt=True, before the block')
+    self.engine.optimizer.refresh_fp32_params()  # weights may be others since the last fit: averages
     clips,undo = [o for o in learn.cbs if isinstance(o, GradientClip)],ExitStack()
     self.clip = self.engine.optimizer.clip_grad = float(clips[0].max_norm) if clips else 0.
     for o in clips: undo.callback(override(o, 'before_step', lambda own: None))
@@ -219,6 +222,13 @@ def _whole(self:ZeRO, own, *args, **kwargs):
         return type(state := own(*args, **kwargs))((k, v.detach().clone()) for k,v in state.items())
 
 @patch
+def _take(self:ZeRO, own, *args, **kwargs):
+    "Give each process its part of a whole state"
+    with self._gathered(self.copy.parameters(), True): res = own(*args, **kwargs)
+    self.engine.optimizer.refresh_fp32_params()
+    return res
+
+@patch
 def end(self:ZeRO, learn, failed):
     "Put whole weights back on the user's model"
     if failed:
@@ -256,10 +266,7 @@ def load(self:ZeRO, learn, # A Learner in the block
          device=None, # Where the file is read to
          **kwargs): # As for fastai's `load_model`
     "Read whole weights, and keep the parts of this process"
-    def model(state, strict=True):
-        with self._gathered(self.copy.parameters(), True): self.copy.load_state_dict(state, strict=strict)
-        self.engine.optimizer.refresh_fp32_params()
     barrier()
     file = join_path_file(file, learn.path/learn.model_dir, ext='.pth')
-    load_model(file, Takes(model), Takes(learn.opt.load_state_dict), device=device, **kwargs)
+    load_model(file, self.copy, Takes(learn.opt.load_state_dict), device=device, **kwargs)
     return learn

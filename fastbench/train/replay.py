@@ -34,10 +34,11 @@ def made_of(learn # A Learner at the beginning of a fit
     )->dict: # Of JSON
     "Properties that identify this training"
     dl,opt = loaders_of(learn)[0],learn.opt
+    shapes = {k: getattr(p, 'ds_shape', p.shape) for k,p in learn.model.named_parameters()}  # or of a part
     return dict(epochs=learn.n_epoch, batch_size=getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None),
                 items=getattr(dl, 'n', None), optimizer=_opt_name(opt), schedule=_schedule(learn),
                 lr=[float(h['lr']) for h in opt.hypers], wd=[float(h.get('wd') or 0.) for h in opt.hypers],
-                parameters={k: 'x'.join(map(str, p.shape)) for k,p in learn.model.named_parameters()})
+                parameters={k: 'x'.join(map(str, o)) for k,o in shapes.items()})
 
 # %% ../../nbs/train/14_replay.ipynb #34dcb08f
 def _first_difference(there, here, what=''):

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from fastai.callback.core import Callback, CancelFitException
-from fastai.torch_core import get_model
 from fastcore.basics import patch
 
 import fastbench
@@ -23,8 +22,8 @@ from ..machine.shards import mesh_of
 from ..measure.lifecycle import forget, when_cut
 from .checkpoint import CheckpointError, checkpoints, claim, read_header
 from .replay import Replay, check_same, made_of
-from .state import (fit_state, layer_numbers, loader_state, loaders_of, rng_state, set_fit_state,
-                                   tied_weights, to_plain)
+from .state import (fit_state, layer_numbers, loader_state, loaders_of, own_model, rng_state,
+                                   set_fit_state, tied_weights, to_plain)
 from .together import is_elsewhere, read_together, save_together
 
 # %% ../../nbs/train/15_resume.ipynb #5f5e5dd9
@@ -184,9 +183,10 @@ def _state(self:CheckpointEvery):
 
 @patch
 def _scales(self:CheckpointEvery):
-    "Is a scaler of gradients in the middle of its work?"
+    "Are gradients being collected where they cannot be read: scaled, or by DeepSpeed?"
     scaler = vars(self.learn).get('scaler')
-    return self._step_end._collects and scaler is not None and scaler.is_enabled()
+    scales = scaler is not None and scaler.is_enabled()
+    return self._step_end._collects and (scales or hasattr(own_model(self.learn.model), 'keeps_grads'))
 
 # %% ../../nbs/train/15_resume.ipynb #1203bed3
 @patch
@@ -240,7 +240,7 @@ def _header(self:CheckpointEvery, **place):
                 seconds=self.seconds + time.perf_counter() - self._began, resumed=self.resumed,
                 written=datetime.now(timezone.utc).isoformat(timespec='seconds'),
                 fastbench=fastbench.__version__, torch=str(torch.__version__),
-                moved=self.moved, sharded=mesh_of(learn.model) is not None, tied=tied_weights(get_model(learn.model)),
+                moved=self.moved, sharded=mesh_of(learn.model) is not None, tied=tied_weights(own_model(learn.model)),
                 made_of=self._made_of)
 
 @patch

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['NotPlain', 'to_plain', 'from_plain', 'rng_state', 'set_rng_state', 'loader_state', 'set_loader_state',
-           'layer_numbers', 'weights', 'tied_weights', 'set_weights', 'opt_state', 'set_opt_state', 'metric_state',
-           'set_metric_state', 'callback_state', 'set_callback_state', 'loaders_of', 'fit_state', 'set_loaders',
-           'set_fit_state', 'fit_in']
+           'layer_numbers', 'own_model', 'weights', 'tied_weights', 'set_weights', 'opt_state', 'set_opt_state',
+           'metric_state', 'set_metric_state', 'callback_state', 'set_callback_state', 'loaders_of', 'fit_state',
+           'set_loaders', 'set_fit_state', 'fit_in']
 
 # %% ../../nbs/train/11_state.ipynb #f55ee8ff
 import random
@@ -132,6 +132,12 @@ def layer_numbers(model:nn.Module # A model that was not trained yet
     "Numbers and texts in plain attributes of layers"
     return {k: v for k,v in _attributes(model) if type(v) in _values}
 
+def own_model(model # The Learner's, in a fit or not
+    )->nn.Module:
+    "The model inside of DDP or of DeepSpeed's engine"
+    model = get_model(model)
+    return model.module if hasattr(type(model), 'zero_optimization_stage') else model
+
 def weights(model:nn.Module, # The Learner's
             since:dict|None=None, # Its `layer_numbers` before it was trained: those that are others now are kept
     )->dict:
@@ -140,7 +146,8 @@ def weights(model:nn.Module, # The Learner's
     unsaved = {k: v.detach() for k,v in model.named_buffers() if k not in kept}
     between = {k: to_plain(v) for k,v in _attributes(model)
                if _holds_tensor(v) or type(v) in _values and k in since and v != since[k]}
-    return dict(model=dict(kept), unsaved=unsaved, between=between)
+    apart = [k for k,_ in model.named_buffers() if k in kept] if hasattr(model, 'keeps_buffers') else []
+    return dict(model=dict(kept), unsaved=unsaved, between=between, apart=apart)
 
 # %% ../../nbs/train/11_state.ipynb #7b8de711
 def tied_weights(model:nn.Module # With all names that its weights have
@@ -260,7 +267,7 @@ def fit_state(learn, # A Learner between two steps of a fit
               since:dict|None=None, # The model's `layer_numbers` before it was trained
     )->dict: # For `set_fit_state`
     "Everything that the next step depends on"
-    return dict(weights=weights(get_model(learn.model), since), opt=opt_state(learn.opt, grads),
+    return dict(weights=weights(own_model(learn.model), since), opt=opt_state(learn.opt, grads),
                 rng=to_plain(rng_state()), loaders=[to_plain(loader_state(o)) for o in loaders_of(learn)],
                 cbs={k: s for k,o in _named(learn.cbs) if o not in without and (s := callback_state(o))},
                 metrics=[metric_state(o) for o in learn.metrics],
@@ -286,7 +293,7 @@ def set_fit_state(learn, # A Learner made in the same way, in a fit
                   state:dict, # Of `fit_state`
     ):
     "Restore a fit, so that its next step is the one after `state`"
-    set_weights(get_model(learn.model), state['weights'])
+    set_weights(own_model(learn.model), state['weights'])
     set_opt_state(learn.opt, state['opt'])
     for k,v in from_plain(state['learner']).items(): setattr(learn, k, v)
     _set_callbacks(learn, state['cbs'])
@@ -301,7 +308,7 @@ def fit_in(state:dict, # Of `fit_state`, read from a disk
            learn, # The Learner that is to go on
     )->dict: # For `set_fit_state`
     "Cut whole tensors as the weights of `learn` are, and leave out callbacks that it does not have"
-    model,have = get_model(learn.model),dict(_named(learn.cbs))
+    model,have = own_model(learn.model),dict(_named(learn.cbs))
     named,params = dict(model.named_parameters(remove_duplicate=False)),[p for p,*_ in learn.opt.all_params()]
     w,o = state['weights'],state['opt']
     kept = {k: part_of(v, named.get(k)) for k,v in w['model'].items()}

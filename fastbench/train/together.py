@@ -23,7 +23,8 @@ def _split(state):
     "What the first process writes for all, and what each writes"
     fit,model = state['fit'],state['fit']['weights']['model']
     cut = any(isinstance(v, dict) for v in model.values())
-    buffers = {k: v for k,v in model.items() if not isinstance(v, dict)} if cut else {}
+    apart = {k for k,v in model.items() if not isinstance(v, dict)} if cut else fit['weights'].get('apart', ())
+    buffers = {k: v for k,v in model.items() if k in apart}
     own = {k: v for k,v in fit.items() if k != 'opt'}
     own['weights'] = dict(fit['weights'], model=buffers)
     return dict(model=model, opt=fit['opt']),dict(state, fit=own)
