@@ -939,6 +939,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'fastbench.compare.ladder._times': ('compare/ladder.html#_times', 'fastbench/compare/ladder.py'),
                                           'fastbench.compare.ladder._values': ( 'compare/ladder.html#_values',
                                                                                 'fastbench/compare/ladder.py'),
+                                          'fastbench.compare.ladder.about_input': ( 'compare/ladder.html#about_input',
+                                                                                    'fastbench/compare/ladder.py'),
                                           'fastbench.compare.ladder.ladder': ('compare/ladder.html#ladder', 'fastbench/compare/ladder.py'),
                                           'fastbench.compare.ladder.ladder_recipes': ( 'compare/ladder.html#ladder_recipes',
                                                                                        'fastbench/compare/ladder.py'),
