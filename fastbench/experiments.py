@@ -180,3 +180,17 @@ _scale = (
 _scale_about = 'images that are detected, cropped and aligned; published: clips of faces, `once` with four machines'
 register_ladder(XResNet('scale', _scale_about, data='photos', prepare='align', size=32, bs=32, workers=0,
                         epochs=1), *_scale)
+
+# %% ../nbs/03_experiments.ipynb #741d4e24
+_draw = (
+    Rung('published', 'min(8, cpus) loader processes', {}),
+    Rung('auto', 'as many processes as measurement finds best', dict(workers='auto')),
+    Rung('threads', 'threads, one for each core', dict(loader='threads', workers=None)),
+    Rung('encoded', 'threads, images kept at 160 px as PNG', dict(cache='array', encode='png', resize=160)),
+    Rung('pixels', 'kept as pixels', dict(encode='none')),
+    Rung('whole', 'crops and mirror images of whole batches', dict(loader='whole', workers=0)))
+_draw_about = 'how long a batch of imagenette-xresnet18 takes to arrive, with one remedy after the other'
+_draw_on = dict(_imagenette, epochs=1, arch='xresnet18', act='mish', size=128)
+register_ladder(XResNet('draw', _draw_about, **_draw_on), *_draw)
+_stand_in = 'the same on photos, a stand-in: other images, smaller files'
+register_ladder(XResNet('draw-photos', _stand_in, **_draw_on | dict(data='photos', precision='fp32')), *_draw)

@@ -16,7 +16,7 @@ import torch
 import fastai.callback.progress  # adds no_bar
 from fastai.data.block import CategoryBlock, DataBlock
 from fastai.data.core import Datasets
-from fastai.data.transforms import Categorize, FuncSplitter, Normalize, get_image_files, parent_label
+from fastai.data.transforms import Categorize, FuncSplitter, Normalize, ToTensor, get_image_files, parent_label
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import TensorText
@@ -527,6 +527,18 @@ def test_nothing_to_cache(tmp_path):
 def test_parquet_without_pyarrow_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'pyarrow', None)
     with pytest.raises(UserError, match=r"fastbench\[table\]"): open_store(tmp_path/'x', items(), store='parquet', workers=0)
+
+
+@pytest.mark.parametrize('make_it', [fast_images, cached], ids=['threads', 'cache'])
+def test_training_data_without_items_are_named(pets, tmp_path, make_it, monkeypatch):
+    monkeypatch.setenv('FASTBENCH_HOME', str(tmp_path/'c'))
+    files = sorted_files(pets)[:8]
+    dsets = Datasets(files, [[PILImage.create], [parent_label, Categorize(['a', 'b'])]], splits=[list(range(8)), []])
+    dls = dsets.dataloaders(bs=4, after_item=[Resize(16), ToTensor()], num_workers=0, device='cpu', path=pets)
+    with pytest.raises(UserError, match='the training data have no items') as e: make_it(dls.new_empty())
+    assert '\n' not in str(e.value)
+    got = make_it(dls)
+    assert len(got.valid) == 0 and [len(b[1]) for b in got.train] == [4, 4]  # nothing to validate on is no mistake
 
 
 # Several processes

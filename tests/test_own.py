@@ -63,6 +63,11 @@ def threads():
 def seeds():
     set_seed(3)
     return make()
+def empty(path): return vision_learner(ImageDataLoaders.from_folder(path, item_tfms=Resize(32)), resnet18)
+def held(path): return DataBlock((ImageBlock, CategoryBlock), get_items=lambda o: [path/'a.jpg'], splitter=IndexSplitter([0]), get_y=parent_label).dataloaders(path)
+def of_another(path):
+    "A TypeError of their own, where there are items"
+    return Datasets([1, 2], [3])
 def takes_seed(seed=0): return make()
 def dies(): os._exit(3)
 async def later(): return make()
@@ -93,6 +98,13 @@ def cli(*args, cwd, **env):
 def git(folder, *args):
     got = subprocess.run(['git', '-C', folder, '-c', 'user.name=x', '-c', 'user.email=x@x', *args], check=True, capture_output=True, text=True)
     return got.stdout.strip()
+
+
+def test_a_folder_without_images_is_named(home, tmp_path):
+    with pytest.raises(UserError, match='train.py:empty made a data set with nothing to train on, from ') as e: bench_learner(f'{home}/train.py:empty', path=tmp_path, device='cpu')
+    assert str(tmp_path) in str(e.value) and '\n' not in str(e.value)
+    with pytest.raises(UserError, match='does the splitter leave some'): bench_learner(f'{home}/train.py:held', path=tmp_path, device='cpu')
+    with pytest.raises(TypeError, match='not callable'): bench_learner(f'{home}/train.py:of_another', path=tmp_path, device='cpu')
 
 
 # What fastai's own documentation shows

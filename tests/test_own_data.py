@@ -317,7 +317,7 @@ def test_what_is_not_there(tmp_path):
 
 def test_bad_folders(tmp_path):
     (tmp_path/'empty').mkdir()
-    refuses('has no images: no file in it ends in .jpg', data=str(tmp_path/'empty'))
+    refuses('has no images: no file in it ends in .jpg.*put them into CLASS/ or train/CLASS/', data=str(tmp_path/'empty'))
     refuses('has no texts: no file in it ends in .txt', 'docstrings-distilbert', data=str(tmp_path/'empty'))
     refuses('no folders of classes: put them into CLASS/', data=str(pictures(tmp_path/'one')/'cat'))
     refuses('own:only has one class only, cat', data=str(pictures(tmp_path/'only', classes=('cat',))))

@@ -3,7 +3,9 @@ import pytest
 import torch
 
 from fastbench.errors import UserError
-from fastbench.recipe import get_ladder, get_recipe
+from fastbench.bench.run import run_recipe
+from fastbench.compare.ladder import LadderTable, about_input, ladder_recipes
+from fastbench.recipe import get_ladder, get_recipe, ladders
 
 CHANGES = dict(sample=.06, workers=0)
 
@@ -78,3 +80,25 @@ def test_rungs_of_several_machines_are_left_out_with_the_reason(tmp_path, monkey
     climb = ladder('scale', tmp_path, ['as-it-was', 'slurm', 'zero2'])
     assert [r['rung'] for r in climb.rows] == ['as-it-was']
     for k, s in (('slurm', 'ddp'), ('zero2', 'zero2')): assert f'{k}: not run: it is meant for 4 machines: --slurm --nodes 4 --strategy {s} on a cluster, or --nproc 2 --strategy {s} for two processes of this machine' in climb.notes
+
+
+# How long a batch takes to arrive
+
+def test_how_long_a_batch_takes_is_a_column():
+    "On the stand-in, since Imagenette is not here: two rungs, two steps each"
+    runs = [run_recipe(f'draw-photos-{o}', device='cpu', sample=.1) for o in ('threads', 'whole')]
+    climb = LadderTable(get_ladder('draw-photos'), runs)
+    assert [r['rung'] for r in climb.rows] == ['threads', 'whole'] and all(r['waits'] == r['draw'] > 0 for r in climb.rows)
+    assert 'the same on photos, a stand-in' in str(climb) and 'draw' in str(climb).splitlines()[1].split()
+    assert [(o.recipe['loader'], o.recipe['size'], o.recipe['bs']) for o in runs] == [('threads', 128, 64), ('whole', 128, 64)]
+    assert [o.name for o in ladder_recipes('draw', ['whole'], data='photos')[1]] == ['draw-photos-whole']
+
+
+def test_the_size_is_the_published_one():
+    a, b = get_ladder('draw').recipes()[0], get_recipe('imagenette-xresnet18')
+    assert {k: (getattr(a, k), getattr(b, k)) for k in b.__dataclass_fields__ if getattr(a, k) != getattr(b, k)}.keys() <= {'name', 'about', 'epochs', 'refs'}
+    for o in (*get_ladder('draw').recipes(), *get_ladder('draw-photos').recipes()): o.check()
+
+
+def test_only_ladders_of_loaders_have_a_column_for_it():
+    assert {o for o in ladders() if about_input(get_ladder(o))} == {'draw', 'draw-photos', 'scale'}

@@ -81,6 +81,11 @@ def _laid_out(names, where, valid):
     return [place(o) for o in rels],train,held
 
 # %% ../../nbs/data/03_folders.ipynb #a3895585
+def _nothing_in(folder, endings, what, labelled):
+    where = 'put them into CLASS/ or train/CLASS/ in it' if labelled else 'put them there'
+    return UserError(f'{folder} has no {what}: no file in it ends in {", ".join(endings)}. If it is the right folder, '
+                     f'{where}; an archive has to be unpacked first')
+
 def _check_layout(places, where, what):
     deep = [o[0] for o in places if o and len(o[0]) > 2]
     inner = {o[1] for o in deep if part_of(o[1]) in ('train', 'valid', 'test')}
@@ -103,7 +108,7 @@ def from_folder(folder:Path, # Absolute
     )->Found:
     "Find the data in a folder"
     files = find_files(folder, endings)
-    if not files: raise UserError(f'{folder} has no {what}: no file in it ends in {", ".join(endings)}')
+    if not files: raise _nothing_in(folder, endings, what, labelled)
     start = len(folder.as_posix().rstrip('/')) + 1
     rels = [o.as_posix()[start:] for o in files]
     places,train,held = _laid_out(rels, folder, valid)

@@ -29,6 +29,7 @@ from .crop import BatchCrop, BatchFit
 from .cut import CannotPlan
 from .decode import Header
 from .describe import describe, fingerprint, fingerprint_items
+from .fast import no_items
 from .kept import FORMAT, caches_dir
 from .loader import InMemory
 from .memory import RecycledMemory
@@ -334,8 +335,10 @@ def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set
     kwargs = dict(where=where, size=size, store=store, encode=encode, workers=workers, check=check,
                   tell_done=tell)
     if channels_last and not whole: raise UserError('channels_last=True is for whole batches: add whole=True')
+    def one(dl): return cached_loader(dl, whole, channels_last, **kwargs) if len(dl.dataset) else dl
     if isinstance(dls, DataLoaders):
-        return CachedLoaders(*[cached_loader(dl, whole, channels_last, **kwargs) for dl in dls.loaders], source=dls)
+        if not len(dls.train.dataset): raise no_items(dls.path)
+        return CachedLoaders(*map(one, dls.loaders), source=dls)
     if isinstance(dls, TfmdDL): return cached_loader(dls, whole, channels_last, **kwargs)
     if whole: raise UserError('whole=True is for loaders: a data set has no batches')
     return cached_items(dls, **kwargs)

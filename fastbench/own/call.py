@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from fastai.data.core import TfmdLists
 from fastai.callback.schedule import Learner
 from fastai.torch_core import default_device, defaults
 
@@ -171,6 +172,30 @@ def _check_fit(recipe):
     raise UserError(what + f'{recipe.function} returns a fit of its own. Give it a parameter {asked[0]!r}, '
                     'and use it there')
 
+# %% ../../nbs/own/01_call.ipynb #9437920d
+def _is_fastai(frame): return frame.f_globals['__name__'].startswith('fastai.')
+
+def _is_empty(lists): # without a split, the first part is a slice
+    return not len(lists.items) or not getattr(lists.splits[0], '__len__', lambda: 1)()
+
+def _without_items(e):
+    "The folder in which fastai found nothing; '' if it is not known, None for other errors"
+    frames = [o for o,_ in traceback.walk_tb(e.__traceback__)]
+    lists = [o.f_locals['self'] for o in frames if isinstance(o.f_locals.get('self'), TfmdLists)]
+    if not lists or not _is_empty(lists[-1]): return None
+    given = [o.f_locals.get(k) for o in frames if _is_fastai(o) for k in ('path', 'source')]
+    return next((os.fspath(o) for o in given if isinstance(o, (str, os.PathLike))), '')
+
+@contextmanager
+def _items_wanted(given):
+    "Say in one line that fastai found no item"
+    try: yield
+    except (TypeError, IndexError) as e:
+        if (folder := _without_items(e)) is None: raise
+        raise UserError(f"{given} made a data set with nothing to train on{folder and f', from {folder}'}. Is that the "
+                        'right folder, does it hold files of the kind that is asked for, and does the splitter leave '
+                        'some to train on?') from e
+
 # %% ../../nbs/own/01_call.ipynb #cfc8d28f
 def build(recipe, # A recipe of a function
           device=None, # Where to train; None: fastai's default
@@ -182,7 +207,7 @@ def build(recipe, # A recipe of a function
     recipe.ready()
     device,seed,state = find_device(device),torch.initial_seed(),GlobalState()
     try:
-        with _by_default_on(device): learn,fit = _call(recipe)
+        with _by_default_on(device),_items_wanted(recipe.function): learn,fit = _call(recipe)
         _warn_of(state, recipe.function, seed)
         _placed(learn, device, recipe.function)
     except BaseException:
