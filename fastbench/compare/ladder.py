@@ -105,8 +105,8 @@ _of_loader = {'workers', 'prefetch', 'loader', 'decoder', 'prepare', 'cache', 'e
 
 def about_input(ladder # A `Ladder`
     )->bool:
-    "Return whether all rungs change the loader, and nothing else"
-    changed = {k for o in ladder.rungs for k in o.changes}
+    "Return whether all rungs of one machine change the loader, and nothing else"
+    changed = {k for o in ladder.rungs if o.nodes == 1 for k in o.changes}
     return bool(changed) and changed <= _of_loader
 
 # %% ../../nbs/compare/05_ladder.ipynb #6733a17f
