@@ -15,7 +15,7 @@ COLLECTS = lambda: [GradientAccumulation(40), EMACallback(.8, every=3)]  # three
 
 def main(at):
     res = dict(zero3=of_strategy(at/'zero3', 'zero3', 'adamw'), collected=of_strategy(at/'collected', 'zero2', 'adamw', COLLECTS))
-    for name, n, strategy in (('on_1', 1, None), ('as_fsdp', 2, 'fsdp'), ('on_4', 4, 'zero2')):
+    for name, n, strategy in (('on_1', 1, None), ('as_fsdp', 2, 'fsdp')):
         path = copied(at/'zero3'/'kept', name)
         res['zero3'][name] = forked(path, n, train, path, strategy, 'adamw')
     res['zero3']['exported'] = exported(at/'zero3'/'cut', at/'zero3.safetensors')
