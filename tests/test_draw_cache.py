@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -217,10 +218,25 @@ def test_a_cache_may_be_read_by_several_threads_at_once(tmp_path):
             time.sleep(1e-4)  # another thread may take it away first
             return super().pop(*args)
     store = open_store(tmp_path/'x', Items(square, 200), store='parquet', per_part=4, workers=0)
-    store.recent, store.parts = 3, Slow()
+    store.room, store.parts = 3, Slow()
     def read(seed): return [float(store[i][0][0, 0]) == i for i in np.random.default_rng(seed).permutation(200)]
     with ThreadPoolExecutor(4) as pool: assert all(map(all, pool.map(read, range(4))))
     assert len(store.parts) <= 6
+
+
+def test_parts_of_parquet_are_kept_while_there_is_room(tmp_path, monkeypatch):
+    "Of 50 parts all, where memory allows; 16 at least, and a share for each process"
+    monkeypatch.setattr('fastbench.draw.store.psutil.virtual_memory', lambda: SimpleNamespace(available=free))
+    def kept():
+        store = open_store(tmp_path/'x', Items(square, 200), store='parquet', per_part=4, workers=0)
+        for i in range(200): store[i]
+        return len(store.parts)
+    free = 4*40*4*(64 + 8)  # a part has four items of 64 and 8 bytes
+    assert kept() == 40
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '2')
+    assert kept() == 20
+    free = 0
+    assert kept() == 16
 
 
 # Whole batches

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['encoders', 'PARTS', 'Field', 'Encoded', 'check_encoder', 'encoded', 'as_bytes', 'from_bytes', 'PartWriter', 'arrow',
-           'checksum', 'MapPart', 'ParquetPart', 'Store', 'part_name']
+           'checksum', 'MapPart', 'ParquetPart', 'parts_in_memory', 'Store', 'part_name']
 
 # %% ../../nbs/draw/22_store.ipynb #7459502b
 import io, os, zlib
@@ -13,13 +13,16 @@ from importlib import import_module
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from fastcore.basics import patch
 from PIL import Image, features
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from .decode import decode
 from ..errors import UserError, unknown
+from ..machine.group import local_world_size
 
 # %% ../../nbs/draw/22_store.ipynb #f420b5db
 @dataclass(frozen=True)
@@ -216,10 +219,21 @@ class ParquetPart:
 # %% ../../nbs/draw/22_store.ipynb #7a516f26
 PARTS = dict(array=('bin', MapPart, PartWriter.write_map), parquet=('parquet', ParquetPart, PartWriter.write_parquet))
 
+# %% ../../nbs/draw/22_store.ipynb #9f06df6f
+def parts_in_memory(ends, # As for `MapPart`, of all parts
+                    per_part, # Items in each
+                    share=.25, # Of the memory that is free, for all loader processes of this machine together
+    )->int: # At least 16
+    "Return how many parts of Parquet are kept in memory"
+    info = get_worker_info()
+    processes = (info.num_workers if info else 1)*local_world_size()
+    largest = max(int(ends[min(i+per_part, len(ends))-1,-1]) for i in range(0, len(ends), per_part))
+    return max(16, int(share*psutil.virtual_memory().available/processes/max(largest, 1)))
+
 # %% ../../nbs/draw/22_store.ipynb #20c48a50
 class Store:
     "Items on disk"
-    recent = 16 # Parts of Parquet that are kept in memory
+    room = None # How many parts of Parquet are kept in memory; None: not known yet
     def __init__(self, folder, # Of the cache
                  about, # What its `cache.json` says
         ):
@@ -230,13 +244,14 @@ class Store:
         self.ends,self.shapes,self.parts = index['ends'],[index[f'shape{j}'] for j in range(len(self.fields))],{}
 
     def __len__(self): return self.n
-    def __getstate__(self): return self.__dict__ | dict(parts={})
+    def __getstate__(self): return self.__dict__ | dict(parts={}, room=None)
 
     def part(self, k): # k: its number
         "A part, opened"
         if (part := self.parts.get(k)) is not None: return part
         if self.part_cls is ParquetPart: # several threads may be at it
-            for o in list(self.parts)[:len(self.parts)-self.recent+1]: self.parts.pop(o, None)
+            if self.room is None: self.room = parts_in_memory(self.ends, self.per_part)
+            for o in list(self.parts)[:max(0, len(self.parts)-self.room+1)]: self.parts.pop(o, None)
         rows = slice(k*self.per_part, (k+1)*self.per_part)
         return self.parts.setdefault(k, self.part_cls(self.folder/part_name(k, self.ext), self.ends[rows]))
 
