@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..machine.download import cache_dir, locked
 
 # %% ../../nbs/draw/20_kept.ipynb #34a74195
-FORMAT = 1 # of the files of a cache
+FORMAT = 2 # of the files of a cache
 
 def caches_dir(where=None # Your own folder; None: below `cache_dir()`
     )->Path:
