@@ -59,6 +59,11 @@ def test_an_error_of_one_ends_both_and_is_said_once(tmp_path):
     assert 'trouble.py' in run.traceback and (run.world_size, run.strategy) == (2, 'ddp')
 
 
+def test_memory_that_runs_out_in_one_ends_both_and_says_what_needs_less(tmp_path):
+    run = launched(tmp_path, 'memory')
+    assert run.status == 'failed' and run.error.startswith('process 1: ') and 'out of memory on cpu: a batch of 4 does not fit' in run.error and "bs='largest'" in run.error
+
+
 def test_a_killed_process_is_named(tmp_path):
     assert launched(tmp_path, 'kill').error == 'process 1 was killed by SIGKILL: often the system ran out of memory'
 
