@@ -1562,6 +1562,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'fastbench/distributed/ranks.py'),
                                              'fastbench.distributed.ranks.RankDL._shares': ( 'distributed/ranks.html#rankdl._shares',
                                                                                              'fastbench/distributed/ranks.py'),
+                                             'fastbench.distributed.ranks.RankDL._tell_items': ( 'distributed/ranks.html#rankdl._tell_items',
+                                                                                                 'fastbench/distributed/ranks.py'),
                                              'fastbench.distributed.ranks.RankDL.after_batch': ( 'distributed/ranks.html#rankdl.after_batch',
                                                                                                  'fastbench/distributed/ranks.py'),
                                              'fastbench.distributed.ranks.RankDL.by_batch': ( 'distributed/ranks.html#rankdl.by_batch',

@@ -14,9 +14,10 @@ from fastbench.runs.store import load, save
 
 ROOT = Path(__file__).parent.parent
 WRITTEN = sorted([*(ROOT/'benchmarks'/'results').glob('*.json'), *(ROOT/'tests'/'golden').glob('run-*.json')])
+OLDER = [o for o in WRITTEN if json.loads(o.read_text())['schema'] == 1]
 
 
-@pytest.mark.parametrize('path', WRITTEN, ids=[o.stem[:40] for o in WRITTEN])
+@pytest.mark.parametrize('path', OLDER, ids=[o.stem[:40] for o in OLDER])
 def test_runs_written_before_are_read_with_their_fields(path):
     "They had these fields in `extra`; in the file they always stood where they stand now"
     held, run = json.loads(path.read_text()), load(path)

@@ -54,6 +54,9 @@ class RankDL(CopiesAhead, DistributedDL):
         n,ranks,bs = len(idxs),self.world_size,self.bs or 1
         self.mine = idxs[self.rank*n//ranks:(self.rank+1)*n//ranks]
         return self.mine + idxs[:len(self.mine) <= (-(-n//ranks)-1)//bs*bs]
+    def after_batch(self, b):
+        if self.by_batch and self.repeats: self._tell_items(find_bs(b))
+        return super().after_batch(b)
 
 # %% ../../nbs/distributed/05_ranks.ipynb #e748d2a0
 @patch
@@ -78,13 +81,11 @@ def randomize(self:RankDL):
     if self.by_batch: self.dl.begin_epoch(self._broadcast([self.dl.epoch_key], 0)[0])
 
 @patch
-def after_batch(self:RankDL, b):
-    if self.by_batch and self.repeats:
-        n = find_bs(b)
-        at = self.i*self.world_size + self.rank*n
-        for f in self.dl.after_batch.fs:
-            if hasattr(f, 'next_items'): f.next_items(range(at, at+n))
-    return super(RankDL, self).after_batch(b)
+def _tell_items(self:RankDL, n): # n: of a batch
+    "Tell batch transforms which images of the epoch these are"
+    at = self.i*self.world_size + self.rank*n
+    for f in self.dl.after_batch.fs:
+        if hasattr(f, 'next_items'): f.next_items(range(at, at+n))
 
 # %% ../../nbs/distributed/05_ranks.ipynb #16ab77c0
 @patch

@@ -48,7 +48,7 @@ class Encoded:
     data: bytes # Of the file
     shape: tuple # Height, width, and channels of RGB
 
-def check_encoder(name):
+def check_encoder(name): # name: a key of `encoders`
     "Fail if an image cannot be encoded that way"
     if name not in encoders: raise UserError(unknown('encode', name, list(encoders)))
     if name == 'webp' and not features.check('webp'):
