@@ -25,7 +25,7 @@ from ..train.convert import to_bench
 from ..train.learner import find_device
 
 # %% ../../nbs/own/01_call.ipynb #57a22d17
-_ours,_open = set(),[]  # names of modules from users' folders; modules and path before
+_ours,_open = set(),[]  # names of modules from users' folders; modules and path before, and the source
 
 def open_imports(source:Source # The function
     ):
@@ -33,12 +33,24 @@ def open_imports(source:Source # The function
     close_imports()
     for o in _ours: sys.modules.pop(o, None)
     _ours.clear()
-    _open.append((set(sys.modules), sys.path[:]))
+    _open.append((set(sys.modules), sys.path[:], source))
     here = list(dict.fromkeys(map(str, (source.file.parent, source.root))))
     sys.path[:] = here + [_moved(o, source) for o in sys.path]
 
-def close_imports():
+def _imported(before):
+    "Modules that were not there `before`, and their files"
+    new = {k: Path(f) for k,m in list(sys.modules.items()) if k not in before and (f := getattr(m, '__file__', None))}
+    return {k: f for k,f in new.items() if 'site-packages' not in f.parts}
+
+def _remember():
+    "Remember what was imported from the user's folders"
+    before,_,source = _open[-1]
+    _ours.update(k for k,f in _imported(before).items() if f.is_relative_to(source.top))
+
+def close_imports(failed=False, # The function failed, perhaps before anything was remembered
+    ):
     "Restore Python's path"
+    if failed and _open: _remember()
     if _open: sys.path[:] = _open.pop()[1]
 
 # %% ../../nbs/own/01_call.ipynb #370ff4f5
@@ -52,10 +64,8 @@ def _moved(path, source):
 def check_imports(source:Source # The function
     ):
     "Remember what was imported from the user's folders, and refuse modules of the wrong commit"
-    before,_ = _open[-1]
-    new = {k: Path(f) for k,m in list(sys.modules.items()) if k not in before and (f := getattr(m, '__file__', None))}
-    new = {k: f for k,f in new.items() if 'site-packages' not in f.parts}
-    _ours.update(k for k,f in new.items() if f.is_relative_to(source.top))
+    _remember()
+    new = _imported(_open[-1][0])
     wrong = [k for k,f in new.items() if source.instead_of and f.is_relative_to(source.instead_of)]
     if not wrong: return
     raise UserError(f'{wrong[0]} was imported from the checkout, not from the commit to compare with: it is installed '
@@ -83,8 +93,11 @@ def import_function(source:Source # File and name
     try:
         f = _function(source)
         check_imports(source)
-        return f
-    finally: close_imports()
+    except BaseException:
+        close_imports(failed=True)
+        raise
+    close_imports()
+    return f
 
 # %% ../../nbs/own/01_call.ipynb #24acb1ce
 def _a(o):
@@ -211,7 +224,7 @@ def build(recipe, # A recipe of a function
         _warn_of(state, recipe.function, seed)
         _placed(learn, device, recipe.function)
     except BaseException:
-        close_imports()
+        close_imports(failed=True)
         state.restore()
         raise
     learn.fit_own,learn.global_state = fit,state
