@@ -230,6 +230,22 @@ def test_nothing_is_begun_beyond_one_batch(folder):
     del it
 
 
+def test_the_next_batch_begins_when_one_is_transformed(folder):
+    "Else threads share Python's lock and the cores with batch transforms"
+    begun, seen = [], []
+    class Slow(Transform):
+        def encodes(self, x:TensorImage):
+            time.sleep(.1)
+            seen.append(len(begun))
+            return x
+    dl = seeded(folder, partial(PoolDL, threads=2, prefetch=1)).new(after_batch=[Slow()])
+    own, dl.parts.file = dl.parts.file, lambda i: begun.append(i) or own(i)
+    for i, _ in enumerate(dl):
+        time.sleep(.1)
+        assert len(begun) == min(4*(i + 2), 24)
+    assert seen == [4, 8, 12, 16, 20, 24] and 'begin_more' not in vars(dl)
+
+
 def test_pickled(folder):
     dl = seeded(folder, partial(PoolDL, threads=2))
     other = pickle.loads(pickle.dumps(dl))

@@ -7,6 +7,7 @@ __all__ = ['image_class', 'ImageItems', 'InMemory', 'image_parts', 'PoolDL']
 
 # %% ../../nbs/draw/05_loader.ipynb #eb9c7075
 import os, random, warnings
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from fastai.data.core import Datasets
 from fastai.data.load import SkipItemException, chunked
 from fastai.torch_core import TensorImageBase
 from fastai.vision.core import PILBase, PILImage, TensorBBox, TensorPoint
-from fastcore.basics import merge, patch
+from fastcore.basics import merge, noop, patch
 from fastcore.foundation import L
 from fasttransform import Transform, compose_tfms
 from PIL import Image
@@ -113,6 +114,7 @@ def _threads(): return max(1, worker_cores()//local_world_size()) # processes on
 class PoolDL(SeededDL):
     "A `TfmdDL` of images whose batches are made by threads"
     stations = ('read', 'read'),('decode', 'decode and crop'),('label', 'targets')  # that threads work at
+    begin_more = noop # Called when a batch has been transformed
     told = None  # Called with the number of a station and its seconds, while stations are timed
     def __init__(self, dataset, # A `Datasets` of which a part is opened by `PILImage.create`, or `CachedItems`
                  threads=None, # How many; None: one for each core of this process; 0: none
@@ -208,12 +210,14 @@ def _by_threads(self:PoolDL, samps):
     def work(made, o): self._item_into(made, *o, plan, decoder)
     ahead = self.prefetch if self.ahead is None else self.ahead
     made = in_threads(begun(), work, self.threads, ahead, timeout=self.item_timeout,
-                      name=lambda o: item_name(self.dataset, o[1]))
+                      name=lambda o: item_name(self.dataset, o[1]), hand=partial(setattr, self, 'begin_more'))
     try:
         for o in made:
             if len(o.gone) < len(o.others): yield self._batch(o)
             elif world_size() > 1: raise _no_batch(self, o)
-    finally: made.close()
+    finally:
+        vars(self).pop('begin_more', None)
+        made.close()
 
 # %% ../../nbs/draw/05_loader.ipynb #01ffc22c
 @patch
@@ -234,3 +238,10 @@ def one_batch(self:PoolDL):
     self.ahead = 0
     try: return super(PoolDL, self).one_batch()
     finally: self.ahead = None
+
+# %% ../../nbs/draw/05_loader.ipynb #8d5ee4bc
+@patch
+def __iter__(self:PoolDL):
+    for b in super(PoolDL, self).__iter__():
+        self.begin_more()
+        yield b

@@ -115,6 +115,7 @@ def in_threads(batches, # Iterable of (what is being made, items)
                piece:int=8, # Items that a thread takes at once
                timeout:float=8., # Seconds that an item may take; 0: any
                name=str, # From an item to what it is called in an error
+               hand=None, # Called with a function that begins more; None: more are begun before a batch is given
     ): # Iterator over what is being made, in order
     "Make batches by threads, a few of them ahead"
     if not n:
@@ -129,12 +130,15 @@ def in_threads(batches, # Iterable of (what is being made, items)
             coming.append(batch := Batch(made, len(parts)))
             for o in parts: threads.tasks.put(_piece(threads, batch, work, o))
             return True
+    def more():
+        while len(coming) < ahead and begin(): pass
+    if hand: hand(more)
     try:
         while True:
             while len(coming) < max(ahead, 1) and begin(): pass
             if not coming: return
             made = _wait(threads, coming[0], timeout, name)
             coming.popleft()
-            while len(coming) < ahead and begin(): pass
+            if not hand: more()
             yield made
     finally: threads.close()
