@@ -15,9 +15,10 @@ from fastbench.callback.compiling import Compile
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.half import HalfPrecision
 from fastbench.distributed.deepspeed import need_deepspeed
+from fastbench.distributed.memory import strategy_memory
 from fastbench.machine import group
 from fastbench.train.optimizer import fused_adamw
-from processes import WORDS, apart, decided, dls, files_and_predictions, fit, flat, forked, learner, parts_of_case
+from processes import Holds, WORDS, apart, decided, dls, files_and_predictions, fit, flat, forked, learner, parts_of_case
 
 STAGES = 'zero1', 'zero2', 'zero3', 'zero2-offload', 'zero3-offload'
 FEW = 'torch_adamw', 'both', 'adam'  # with offloading
@@ -48,9 +49,9 @@ def make(name, **kwargs):
     return learn, cbs, lr
 
 
-def train(learn, cbs, lr, n=2):
+def train(learn, cbs, lr, n=2, more=()):
     "A schedule changes lr and mom at each step"
-    with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(n, lr, cbs=cbs())
+    with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(n, lr, cbs=[*cbs(), *more])
 
 
 def by_one_process():
@@ -69,9 +70,9 @@ def by_all(strategy, ones):
         learn, cbs, lr = make(name, seed=0 if CASES[name].get('freeze') else group.rank())  # the weights of the first process count
         own, learns[name], tell = learn.model, learn, []
         with learn.distributed(strategy, cpu=True, tell=tell.append):
-            train(learn, cbs, lr)
-        one = ones[name]
-        res[name] = dict(apart=apart(one.model, own), same=learn.model is own, engine=learn.engine, tell=tell, kinds=sorted({type(p).__name__ for p in own.parameters()}), seen=own.seen.item(),
+            train(learn, cbs, lr, more=[Holds()])
+        one, foretold = ones[name], strategy_memory(learn, group.world_size(), [strategy])[0]
+        res[name] = dict(held=learn.held, foretold=foretold, apart=apart(one.model, own), same=learn.model is own, engine=learn.engine, tell=tell, kinds=sorted({type(p).__name__ for p in own.parameters()}), seen=own.seen.item(),
                          left=sorted({k for p in own.parameters() for k in vars(p)}), loss=float(learn.recorder.losses[-1]), want=float(one.recorder.losses[-1]), opt=type(learn.opt).__name__, computed=getattr(learn, 'computed', None))
     return res, learns
 

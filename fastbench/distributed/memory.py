@@ -6,6 +6,8 @@
 __all__ = ['tensors_in', 'state_per_weight', 'MemoryTable', 'strategy_memory', 'held_memory']
 
 # %% ../../nbs/distributed/07_memory.ipynb #7e6f1fa7
+from itertools import accumulate
+
 import torch
 from fastai.learner import Learner
 from torch import Tensor, nn
@@ -36,17 +38,28 @@ def _states(opt):
     return list(state.values()) if isinstance(state, dict) else list(state)
 
 # %% ../../nbs/distributed/07_memory.ipynb #d7464339
-_shared = {'ddp': '11 1', 'zero1': '11 W', 'zero2': '1W W', 'zero3': 'WW W', 'zero2-offload': '1W W',
+_shared = {'ddp': '11 1', 'zero1': '11 W', 'zero2': '1S W', 'zero3': 'WW W', 'zero2-offload': '1S W',
            'zero3-offload': 'WW W', 'fsdp': 'WW W'}
 _shared = {k: dict(zip(('weights', 'gradients', 'optimizer'), v.replace(' ', ''))) for k,v in _shared.items()}
 
+# %% ../../nbs/distributed/07_memory.ipynb #4ce3e2a7
 def _largest_part(p, n):
     "Elements of the largest of `n` parts along the first dimension"
     return p.numel() if not p.ndim else -(-p.shape[0]//n)*(p.numel()//max(1, p.shape[0]))
 
-def _bytes(p, strategy, what, n):
-    if _shared[strategy][what] == '1': return p.numel()*p.element_size()
-    return (_largest_part(p, n) if strategy == 'fsdp' else p.numel()/n)*p.element_size()
+def _touched(ps, n):
+    "Elements of the weights that a stretch touches, for the stretch that touches most"
+    ends = list(accumulate(p.numel() for p in ps))
+    size = -(-ends[-1]//n)
+    def of(i): return sum(p.numel() for p,e in zip(ps, ends) if e > i*size and e-p.numel() < (i+1)*size)
+    return max(map(of, range(n)))
+
+def _part_of(ps, strategy, what, n):
+    "Bytes of one process"
+    how = _shared[strategy][what]
+    if how == 'S' and ps: return _touched(ps, n)*ps[0].element_size()
+    if how == '1': n = 1
+    return sum((_largest_part(p, n) if strategy == 'fsdp' else p.numel()/n)*p.element_size() for p in ps)
 
 # %% ../../nbs/distributed/07_memory.ipynb #7d44a32e
 class MemoryTable(list):
@@ -72,8 +85,8 @@ def strategy_memory(learn:Learner, # With its model whole
     state,trained = state_per_weight(learn.opt_func)/4,[p for p in every if p.requires_grad]
     res = MemoryTable()
     for s in strategies:
-        row = {k: sum(_bytes(p, s, k, n) for p in (every if k == 'weights' else trained))/1e6 for k in _shared[s]}
-        row['optimizer'] *= state
+        row = {k: _part_of(every if k == 'weights' else trained, s, k, n)/1e6 for k in _shared[s]}
+        row['optimizer'] *= state + s.startswith('zero') # and the copy that DeepSpeed steps
         res.append(dict(strategy=s, **row, total=sum(row.values())))
     return res
 
@@ -82,9 +95,7 @@ def held_memory(model:nn.Module, # In a fit, after a backward pass
                 opt, # Its optimizer
     )->dict: # MB (10^6 bytes) in this process: weights, gradients, optimizer
     "Return the memory that weights, gradients and the optimizer take here"
-    if hasattr(model, 'zero_optimization_stage'):
-        raise UserError('gradients and optimizer are in buffers of DeepSpeed, which are not counted: strategy_memory '
-                        'predicts what they take')
+    if hasattr(model, 'held'): return model.held() # DeepSpeed's engine
     params = list(model.parameters())
     state = [t for t in tensors_in(_states(opt)) if t.ndim]
     parts = dict(weights=params, gradients=[p.grad for p in params if p.grad is not None], optimizer=state)

@@ -98,6 +98,7 @@ def _start(self:ZeRO, learn):
     override(self.copy, 'state_dict', self._whole)
     override(self.copy, 'load_state_dict', self._take)
     self.copy.keeps_buffers = self.copy.keeps_grads = True  # of each process its own; for checkpoints
+    self.engine.held = self._held
     override(self.engine, 'state_dict', lambda own, *args, **kwargs: self.copy.state_dict(*args, **kwargs))
 
 # %% ../../nbs/distributed/04_zero.ipynb #a64487d1

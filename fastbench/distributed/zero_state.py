@@ -10,6 +10,8 @@ import torch
 from fastai.optimizer import OptimWrapper
 from fastcore.basics import patch
 
+from .memory import tensors_in
+from .strategy import own_part
 from .zero import ZeRO
 from ..machine.group import rank, sum_over_ranks, world_size
 
@@ -111,3 +113,22 @@ def _forget(self:ZeRO, flat):
 def _clear(self:ZeRO, own):
     own()
     for flat,_ in self._flats(): self._forget(flat)
+
+# %% ../../nbs/distributed/05_zero_state.ipynb #d6df21fb
+def _mb(tensors):
+    "MB of the storages of tensors, each counted once"
+    return sum({o.data_ptr(): o.nbytes() for t in tensors for o in [t.untyped_storage()]}.values())/1e6
+
+def _gradients(optimizer, ps, flats):
+    "Return the tensors in which DeepSpeed keeps gradients until the step"
+    kept = [getattr(optimizer, k, None) for k in ('all_grad_tensors', 'averaged_gradients', 'accumulated_grads_in_cpu',
+                                                  'grad_partitions_flat_buffer')]
+    return tensors_in([*kept, *(o.grad for o in (*ps, *flats))])
+
+@patch
+def _held(self:ZeRO):
+    "Return MB of weights, gradients and the optimizer in this process"
+    ps,flats = list(self.copy.parameters()),[f for f,_ in self._flats()]
+    state = [t for t in tensors_in([self.second.state.get(f, {}) for f in flats]) if t.ndim]
+    grads = _gradients(self.engine.optimizer, ps, flats)
+    return dict(weights=_mb(map(own_part, ps)), gradients=_mb(grads), optimizer=_mb([*flats, *state]))
