@@ -7,7 +7,9 @@ what all of them need. One that takes more than ten minutes hangs: it is ended, 
 import argparse
 import faulthandler
 import sys
+import threading
 import time
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -44,10 +46,11 @@ def run_all(files, flags, n, way):
 
 
 def warm():
-    "What nearly every notebook imports; no thread is started by it"
-    import fastai.basics  # noqa: F401
-    import matplotlib.pyplot  # noqa: F401
-    import torch  # noqa: F401
+    "What many notebooks import; nothing of fastbench and no other part of fastai, so that an import that a notebook lacks is missed"
+    for o in ('fastai.basics', 'matplotlib.pyplot', 'pandas', 'scipy.stats', 'sklearn.metrics', 'torch', 'torchvision', 'transformers'):
+        import_module(o)
+    threads = [o.name for o in threading.enumerate()]
+    if len(threads) > 1: raise SystemExit(f'forked processes would miss these threads: {threads}')
 
 
 def main(argv):
