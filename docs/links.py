@@ -1,25 +1,21 @@
 "Links of a built site that lead nowhere: files and anchors, in pages and in their Markdown twins."
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from posixpath import dirname, join, normpath
 from urllib.parse import unquote, urlsplit
 
+from lxml import html
+
 REFS = dict(a='href', link='href', img='src', script='src', iframe='src', source='src')
 
 
-class Read(HTMLParser):
+class Read:
     "ids and references of a page"
     def __init__(self, text):
-        super().__init__()
-        self.ids, self.refs, self.images = set(), [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        self.ids |= {attrs[k] for k in ('id', 'name') if attrs.get(k) and (k == 'id' or tag == 'a')}
-        if tag in REFS and attrs.get(REFS[tag]) is not None and attrs.get('rel') not in ('canonical', 'prev', 'next'): self.refs.append((tag, attrs[REFS[tag]]))
-        if tag == 'img': self.images.append((attrs.get('src'), attrs.get('alt')))
+        tree = html.document_fromstring(text.encode(), parser=html.HTMLParser(encoding='utf-8'))
+        self.ids = set(tree.xpath('//@id')) | set(tree.xpath('//a/@name'))
+        self.refs = [(o.tag, url) for o in tree.iter(*REFS) if (url := o.get(REFS[o.tag])) is not None and o.get('rel') not in ('canonical', 'prev', 'next')]
+        self.images = [(o.get('src'), o.get('alt')) for o in tree.iter('img')]
 
 
 def read(site): return {p.relative_to(site).as_posix(): Read(p.read_text(encoding='utf-8')) for p in sorted(Path(site).rglob('*.html'))}
@@ -35,9 +31,9 @@ def split(url, page):
 def dead(site, pages=None):
     "'page: link' of every reference within `site` that leads nowhere; `pages` is what `read` gave, if it was read"
     site, pages, res = Path(site), read(site) if pages is None else pages, []
-    for page, html in pages.items():
+    for page, found in pages.items():
         if page == '404.html': continue  # its links are seen from the root of a host
-        for tag, url in html.refs:
+        for tag, url in found.refs:
             to = split(url, page)
             if to is None: continue
             file, anchor = to

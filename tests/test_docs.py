@@ -219,13 +219,16 @@ CONTRASTS = """() => {
 BOXES = """() => [...document.querySelectorAll("pre code, .output.html")].filter(e => e.clientWidth && e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 80))"""
 
 
+PHONE, DESKTOP = dict(width=390, height=800), dict(width=1280, height=900)
+
+
 def is_prose(o): return o in SOME or o.startswith(('tutorials/', 'explanations/')) and not o.endswith('index.html')
 
 
 @pytest.fixture(scope='module')
 def seen(site, url, browser):
     "Every page, opened once: what it asked for and complained of, what is wider than a phone or its box, and the contrasts of its text in both schemes"
-    context = browser.new_context(viewport=dict(width=390, height=800))
+    context = browser.new_context(viewport=PHONE)
     page, res = context.new_page(), types.SimpleNamespace(requests=[], console=[], wide=[], boxes=[], contrasts=[])
     page.on('request', lambda o: res.requests.append(o.url))
     page.on('console', lambda o: res.console.append((page.url, o.text)) if o.type in ('error', 'warning') else None)
@@ -237,17 +240,19 @@ def seen(site, url, browser):
     for i, o in enumerate(some):
         if i == 3: context.route('**/search.json', lambda r: r.fulfill(json=small))
         page.goto(url + o)
-        if page.evaluate('document.documentElement.scrollWidth > document.documentElement.clientWidth'): res.wide.append(o)
-        page.set_viewport_size(dict(width=1280, height=900))
-        res.boxes += [(o, t) for t in page.evaluate(BOXES)]
-        for dark in [False, True]*is_prose(o):
-            if dark:  # the page asks for it as it loads
-                page.emulate_media(color_scheme='dark')
-                page.reload()
-            back = page.evaluate('getComputedStyle(document.body).backgroundColor')
-            res.contrasts.append((o, dark, page.evaluate(CONTRASTS), sum(map(int, re.findall(r'\d+', back)[:3])) < 200))
-        page.emulate_media(color_scheme='light')
-        page.set_viewport_size(dict(width=390, height=800))
+        for size in (PHONE, DESKTOP) if i%2 == 0 else (DESKTOP, PHONE):  # a page opens at the size of the one before
+            page.set_viewport_size(size)
+            if size is PHONE:
+                if page.evaluate('document.documentElement.scrollWidth > document.documentElement.clientWidth'): res.wide.append(o)
+                continue
+            res.boxes += [(o, t) for t in page.evaluate(BOXES)]
+            for dark in [False, True]*is_prose(o):
+                if dark:  # the page asks for it as it loads
+                    page.emulate_media(color_scheme='dark')
+                    page.reload()
+                back = page.evaluate('getComputedStyle(document.body).backgroundColor')
+                res.contrasts.append((o, dark, page.evaluate(CONTRASTS), sum(map(int, re.findall(r'\d+', back)[:3])) < 200))
+            if is_prose(o): page.emulate_media(color_scheme='light')
     context.close()
     return res
 
