@@ -1,4 +1,4 @@
-"Two processes train with each stage of ZeRO (gloo, CPU): equal to one process, files and predictions whole, decided together, the rest refused in a line"
+"Two processes, and four, train with each stage of ZeRO (gloo, CPU): equal to one process, files and predictions whole, decided together, the rest refused in a line"
 import json
 import os
 import socket
@@ -37,11 +37,15 @@ def started(tmp_path_factory):
     env = {k: v for k, v in os.environ.items() if k not in ('WORLD_SIZE', 'RANK', 'LOCAL_RANK')} | dict(OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent)]))
     code, said = outcome(HERE/'zero_ranks.py', folder, port, env=env)
     assert not code, said[-6000:]
-    return folder/'two'
+    return folder
 
 
 @pytest.fixture(scope='module')
-def two(started): return [json.loads((started/f'{i}.json').read_text()) for i in range(2)]
+def two(started): return [json.loads((started/'two'/f'{i}.json').read_text()) for i in range(2)]
+
+
+@pytest.fixture(scope='module')
+def four(started): return [json.loads((started/'four'/f'{i}.json').read_text()) for i in range(4)]
 
 
 @pytest.mark.parametrize('stage', STAGES)
@@ -49,9 +53,18 @@ def test_weights_are_those_of_one_process(two, stage):
     "Shares of 12 and 4 samples, a schedule of lr and momentum, clipping, accumulation, groups, frozen weights"
     for r in two:
         found = r[stage]['equal']
-        assert len(found) == (3 if 'offload' in stage else 14 if stage == 'zero3' else 15)
+        assert len(found) == (4 if 'offload' in stage else 14 if stage == 'zero3' else 15)
         assert not {k: o['apart'] for k, o in found.items() if not o['apart'] < ROUNDING.get(k, 1e-6)}
         for k, o in found.items(): assert o['loss'] == pytest.approx(o['want'], rel=1e-2 if k == 'bf16' else 1e-5)
+
+
+@pytest.mark.parametrize('stage', ['zero1', 'zero2', 'zero3'])
+def test_four_processes_too(four, stage):
+    "Shares of 7, 1, 5 and 3 samples"
+    for r in four:
+        found = r[stage]['equal']
+        assert set(found) == {'torch_adamw', 'both', 'adam', 'sgd'} and all(o['apart'] < 1e-6 for o in found.values()), {k: o['apart'] for k, o in found.items()}
+        assert r[stage]['goes_on'] and max(r[stage]['goes_on'].values()) < 1e-6
 
 
 @pytest.mark.parametrize('stage', ['zero1', 'zero2', 'zero3'])
@@ -86,12 +99,13 @@ def test_the_engine_is_what_was_asked_for(two, stage):
         assert o == dict(strategy=stage, world_size=2, backend='gloo', sharded='3' in stage, zero_stage=int(stage[4]), device='cpu', precision='fp32', clip=.02, accumulate=32)
 
 
-@pytest.mark.parametrize('stage', STAGES)
-def test_memory_is_as_foretold(two, stage):
+@pytest.mark.parametrize('n,stage', [*((2, o) for o in STAGES), *((4, o) for o in STAGES[:3])])
+def test_memory_is_as_foretold(two, four, n, stage):
     "But for padding, at most 16 numbers a group in two vectors; offloaded, gradients on their way come on top"
+    ranks = two if n == 2 else four
     for name in ('torch_adamw', 'adam'):
         for k in ('weights', 'gradients', 'optimizer'):
-            held, foretold = max(r[stage]['equal'][name]['held'][k] for r in two), two[0][stage]['equal'][name]['foretold'][k]
+            held, foretold = max(r[stage]['equal'][name]['held'][k] for r in ranks), ranks[0][stage]['equal'][name]['foretold'][k]
             if k == 'gradients' and 'offload' in stage: assert held >= foretold*.99, name
             else: assert held == pytest.approx(foretold, rel=.01, abs=3*16*4/1e6), (name, k)
 
@@ -108,10 +122,10 @@ def test_a_file_of_several_is_one_of_one_process(two, started, stage):
     import torch
     from fastai.optimizer import Adam
     from processes import F1Score, Net, accuracy, learner, plain
-    saved = torch.load(started/'models'/f'whole-{stage}.pth', weights_only=False)
+    saved = torch.load(started/'two'/'models'/f'whole-{stage}.pth', weights_only=False)
     assert [o['grad_avg'].shape for o in saved['opt']['state']] == [p.shape for p in Net().parameters()] and {type(o) for o in saved['model'].values()} == {torch.Tensor}
     learn = learner(Adam, data=plain(), metrics=[accuracy, F1Score(average='macro')])
-    learn.path = started
+    learn.path = started/'two'
     learn.load(f'whole-{stage}', weights_only=False)
     with learn.no_bar(), learn.no_logging(): want, preds = learn.validate(), learn.get_preds()[0]
     for r in two:

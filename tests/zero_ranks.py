@@ -1,4 +1,4 @@
-"What each of two processes does in test_zero.py: train with each stage of ZeRO beside one process, save and load, go on, be refused"
+"What each of two processes, or four, does in test_zero.py: train with each stage of ZeRO beside one process, save and load, go on, be refused"
 import contextlib, json, os, sys, warnings
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from fastbench.train.optimizer import fused_adamw
 from processes import Holds, WORDS, apart, decided, dls, files_and_predictions, fit, flat, forked, learner, parts_of_case
 
 STAGES = 'zero1', 'zero2', 'zero3', 'zero2-offload', 'zero3-offload'
-FEW = 'torch_adamw', 'both', 'adam'  # with offloading
+FEW = 'torch_adamw', 'both', 'adam', 'sgd'  # with offloading, or four processes
 SPLIT = lambda m: [list(m.body.parameters()), list(m.head.parameters())]
 CASES = dict(torch_adamw=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW)), torch_sgd=dict(opt=partial(OptimWrapper, opt=torch.optim.SGD, momentum=.9)),
              sgd=dict(opt=partial(SGD, mom=.9, wd=.1)), plain=dict(opt=SGD), adam=dict(opt=Adam), l2=dict(opt=partial(Adam, decouple_wd=False)), fused=dict(opt=fused_adamw),
@@ -65,7 +65,7 @@ def by_one_process():
 
 def by_all(strategy, ones):
     res, learns = {}, {}
-    for name in CASES if 'offload' not in strategy else FEW:
+    for name in CASES if 'offload' not in strategy and group.world_size() == 2 else FEW:
         if (strategy, name) == ('zero3', 'average'): continue  # refused
         learn, cbs, lr = make(name, seed=0 if CASES[name].get('freeze') else group.rank())  # the weights of the first process count
         own, learns[name], tell = learn.model, learn, []
@@ -161,12 +161,13 @@ def main(folder, *given):
     os.environ.update(told)
     group.join(timeout=60)
     res, learns, me = {}, {}, group.rank()
-    only = os.environ.get('ONLY', '').split() or STAGES
+    few = group.world_size() > 2
+    only = os.environ.get('ONLY', '').split() or STAGES[:3 if few else None]
     for strategy in only:
         equal, learns[strategy] = by_all(strategy, ones)
         res[strategy] = dict(equal=equal)
-        if strategy in ('zero2', 'zero3'): res[strategy] |= dict(files=files_and_predictions(strategy, folder), decided=decided(strategy, folder), back=back_and_forth(strategy))
-    res['refused'] = refused()
+        if strategy in ('zero2', 'zero3') and not few: res[strategy] |= dict(files=files_and_predictions(strategy, folder), decided=decided(strategy, folder), back=back_and_forth(strategy))
+    if not few: res['refused'] = refused()
     group.leave()
     for k in told: del os.environ[k]
     for strategy in only: res[strategy]['goes_on'] = dict(goes_on(learns[strategy], by_one_process()))
@@ -179,4 +180,4 @@ if __name__ == '__main__':
     need_deepspeed('cpu')  # before the fork
     own = torch.is_autocast_enabled
     torch.is_autocast_enabled = lambda device='cpu': own(device)  # DeepSpeed asks for CUDA's, and switches it off: here as on a GPU
-    sys.exit(not forked(Path(sys.argv[1])/'two', 2, False, sys.argv[2], main))
+    sys.exit(not all(forked(Path(sys.argv[1])/name, n, False, sys.argv[2], main) for name, n in dict(two=2, four=4).items()))
