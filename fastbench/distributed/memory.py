@@ -95,7 +95,7 @@ def held_memory(model:nn.Module, # In a fit, after a backward pass
                 opt, # Its optimizer
     )->dict: # MB (10^6 bytes) in this process: weights, gradients, optimizer
     "Return the memory that weights, gradients and the optimizer take here"
-    if hasattr(model, 'held'): return model.held() # DeepSpeed's engine
+    if hasattr(model, 'zero_optimization_stage'): return model.held() # DeepSpeed's engine
     params = list(model.parameters())
     state = [t for t in tensors_in(_states(opt)) if t.ndim]
     parts = dict(weights=params, gradients=[p.grad for p in params if p.grad is not None], optimizer=state)
