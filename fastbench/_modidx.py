@@ -1558,6 +1558,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'fastbench/distributed/memory.py')},
             'fastbench.distributed.ranks': { 'fastbench.distributed.ranks.RankDL': ( 'distributed/ranks.html#rankdl',
                                                                                      'fastbench/distributed/ranks.py'),
+                                             'fastbench.distributed.ranks.RankDL.__iter__': ( 'distributed/ranks.html#rankdl.__iter__',
+                                                                                              'fastbench/distributed/ranks.py'),
                                              'fastbench.distributed.ranks.RankDL.__len__': ( 'distributed/ranks.html#rankdl.__len__',
                                                                                              'fastbench/distributed/ranks.py'),
                                              'fastbench.distributed.ranks.RankDL._broadcast': ( 'distributed/ranks.html#rankdl._broadcast',

@@ -230,8 +230,10 @@ def test_nothing_is_begun_beyond_one_batch(folder):
     del it
 
 
-def test_the_next_batch_begins_when_one_is_transformed(folder):
+@pytest.mark.parametrize('wrap', [lambda dl: dl, partial(RankDL, rank=0, world_size=1)])
+def test_the_next_batch_begins_when_one_is_transformed(folder, monkeypatch, wrap):
     "Else threads share Python's lock and the cores with batch transforms"
+    monkeypatch.setattr(RankDL, '_broadcast', lambda self, t, rank: t)
     begun, seen = [], []
     class Slow(Transform):
         def encodes(self, x:TensorImage):
@@ -240,10 +242,20 @@ def test_the_next_batch_begins_when_one_is_transformed(folder):
             return x
     dl = seeded(folder, partial(PoolDL, threads=2, prefetch=1)).new(after_batch=[Slow()])
     own, dl.parts.file = dl.parts.file, lambda i: begun.append(i) or own(i)
-    for i, _ in enumerate(dl):
+    for i, _ in enumerate(wrap(dl)):
         time.sleep(.1)
         assert len(begun) == min(4*(i + 2), 24)
     assert seen == [4, 8, 12, 16, 20, 24] and 'begin_more' not in vars(dl)
+
+
+def test_a_loop_that_begins_nothing_has_the_next_batch_begun(folder):
+    "Another loader around it, such as fastai's `DistributedDL`"
+    begun, made = [], in_threads((([], [i]) for i in range(6)), lambda made, o: begun.append(o), 2, ahead=1, hand=lambda more: None)
+    seen = []
+    for _ in made:
+        time.sleep(.05)
+        seen.append(len(begun))
+    assert seen == [1, 2, 4, 5, 6, 6]
 
 
 def test_pickled(folder):

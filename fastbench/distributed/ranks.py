@@ -54,6 +54,10 @@ class RankDL(CopiesAhead, DistributedDL):
         n,ranks,bs = len(idxs),self.world_size,self.bs or 1
         self.mine = idxs[self.rank*n//ranks:(self.rank+1)*n//ranks]
         return self.mine + idxs[:len(self.mine) <= (-(-n//ranks)-1)//bs*bs]
+    def __iter__(self):
+        for b in super().__iter__():
+            getattr(self.dl, 'begin_more', noop)()
+            yield b
     def after_batch(self, b):
         if self.by_batch and self.repeats: self._tell_items(find_bs(b))
         return super().after_batch(b)

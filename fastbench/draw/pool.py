@@ -115,7 +115,7 @@ def in_threads(batches, # Iterable of (what is being made, items)
                piece:int=8, # Items that a thread takes at once
                timeout:float=8., # Seconds that an item may take; 0: any
                name=str, # From an item to what it is called in an error
-               hand=None, # Called with a function that begins more; None: more are begun before a batch is given
+               hand=None, # Gets a function that begins more; None: more are begun before a batch is given
     ): # Iterator over what is being made, in order
     "Make batches by threads, a few of them ahead"
     if not n:
@@ -123,7 +123,7 @@ def in_threads(batches, # Iterable of (what is being made, items)
             for o in items: work(made, o)
             yield made
         return
-    threads,coming,batches = Threads(n),deque(),iter(batches)
+    threads,coming,batches,missed = Threads(n),deque(),iter(batches),0
     def begin():
         for made,items in batches:
             parts = [items[i:i+piece] for i in range(0, len(items), piece)]
@@ -140,5 +140,8 @@ def in_threads(batches, # Iterable of (what is being made, items)
             made = _wait(threads, coming[0], timeout, name)
             coming.popleft()
             if not hand: more()
+            left = len(coming)
             yield made
+            missed = missed+1 if len(coming) == left else 0
+            if missed > 1: hand = None # nobody begins more; once is a batch that is copied ahead
     finally: threads.close()
