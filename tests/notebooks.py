@@ -46,7 +46,8 @@ def run_all(files, flags, n, way):
 
 
 def warm():
-    "What many notebooks import; nothing of fastbench, no other part of fastai, so that an import that a notebook lacks is missed, and nothing that reads the environment, as transformers does"
+    """Imports what many notebooks need. Nothing of fastbench and no more of fastai, else a notebook that forgets an import would pass;
+    and not transformers, which reads the environment when it is imported."""
     for o in ('fastai.basics', 'matplotlib.pyplot', 'pandas', 'scipy.stats', 'sklearn.metrics', 'torch', 'torchvision'):
         import_module(o)
     threads = [o.name for o in threading.enumerate()]
