@@ -22,11 +22,18 @@ def made(world_size=None, strategy='', rate=100., repeat=0, bs=16, name='mine', 
 
 # One seam
 
-def test_who_starts_a_run():
+def test_who_starts_a_run(monkeypatch):
+    launched = []
+    monkeypatch.setattr('fastbench.bench.processes.launch_processes', lambda recipe, *args, **kwargs: launched.append((recipe.name, args, kwargs)))
     def of(name): return started_with(starter(), get_recipe(name))
     assert of('digits-xresnet18') == of('faster-fused') == (1, '') and of('faster-ddp') == (4, 'ddp') and of('faster-docstrings-fsdp') == (2, 'fsdp')
     several = starter(2, timeout=5.)
-    assert several.func is launch_processes and several.keywords == dict(nproc=2, strategy='ddp', timeout=5.)
+    assert several.keywords == dict(nproc=2, timeout=5.)
+    for name, strategy in (('digits-xresnet18', 'ddp'), ('faster-ddp', 'ddp'), ('faster-docstrings-fsdp', 'fsdp'), ('faster-zero2', 'zero2')):
+        assert started_with(several, get_recipe(name)) == (2, strategy)
+        several(name, 'folder')
+        assert launched.pop() == (name, ('folder',), dict(nproc=2, strategy=strategy, timeout=5.))
+    assert starter(2, 'fsdp').keywords == dict(nproc=2, strategy='fsdp')
     for args, says in (((None, 'fsdp'), 'say how many'), ((2, 'zeor'), "unknown strategy 'zeor'"), ((0,), 'nproc=0 cannot be')):
         with pytest.raises(UserError, match=says) as e: starter(*args)
         assert '\n' not in str(e.value)
@@ -184,3 +191,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     import json
     rows = json.loads(said('--json').stdout)['rows']
     assert [r['processes'] for r in rows] == [1, 2] and rows[1]['n'] == 3 and rows[1]['low'] < rows[1]['efficiency'] < rows[1]['high']
+
+
+def test_scaling_keeps_the_strategy_of_a_recipe():
+    def at_two(name, **kwargs): return scaling_starts(get_recipe(name), [1, 2], **kwargs)[2][1].keywords['strategy']
+    assert [at_two(o) for o in ('digits-xresnet18', 'faster-docstrings-fsdp')] == ['ddp', 'fsdp']
+    assert at_two('faster-docstrings-fsdp', strategy='ddp') == 'ddp'

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['STRATEGIES', 'torchrun', 'tree', 'kill_tree', 'Tail', 'check_several', 'Launch', 'Ended', 'Here', 'write_spec',
-           'launch_processes', 'ended', 'launch_as_meant', 'starter', 'started_with']
+           'launch_processes', 'ended', 'launch_as_meant', 'strategy_of', 'launch_in_its_strategy', 'starter',
+           'started_with']
 
 # %% ../../nbs/bench/04_processes.ipynb #1fd8e0f0
 import json, os, pickle, re, shlex, signal, subprocess, sys, tempfile, time
@@ -265,27 +266,41 @@ def launch_as_meant(recipe, # A `Recipe`
     if nproc == 1: return launch(recipe, *args, **kwargs)
     return launch_processes(recipe, nproc, *args, strategy=strategy, **kwargs)
 
+def strategy_of(recipe # A `Recipe`
+    )->str: # One of `STRATEGIES`
+    "Return how several processes share the model unless told otherwise: as the recipe intends, else ddp"
+    return processes_of(recipe.name)[1] or 'ddp'
+
+def launch_in_its_strategy(recipe, *args, **kwargs): # recipe: or its name; the rest is for `launch_processes`
+    "Launch in several processes that share the model as the recipe intends"
+    recipe = get_recipe(recipe)
+    return launch_processes(recipe, *args, strategy=strategy_of(recipe), **kwargs)
+
 def starter(nproc=None, # Number of processes on each machine; None: as the recipe intends, mostly one without torchrun
-            strategy=None, # How they share the model: one of `STRATEGIES`; None: 'ddp'
+            strategy=None, # How they share the model: one of `STRATEGIES`; None: see `strategy_of`
             place=None, # Where they run: `Slurm(...)`, `Hosts(...)`; None: on this machine
             **options # For `launch_processes`: timeout, max_restarts
     ): # Called like `launch`
     "Return what starts a training: `launch`, or `launch_processes` for several"
-    if place is not None: nproc,strategy = nproc or 1,strategy or ('ddp' if (nproc or 1)*place.nodes > 1 else None)
+    if place is not None: nproc,options['place'] = nproc or 1,place
     if nproc is None and strategy is None: return launch_as_meant
     if nproc is None:
         raise UserError(f'strategy {strategy!r} is how several processes share a model: say how many there are '
                         '(--nproc 2)')
-    if place is None: strategy = strategy or 'ddp'
-    else: options['place'] = place
-    _check(nproc, strategy)
-    return partial(launch_processes, nproc=nproc, strategy=strategy, **options)
+    single = place is not None and nproc*place.nodes == 1
+    _check(nproc, strategy or (None if single else 'ddp'))
+    if strategy or single: return partial(launch_processes, nproc=nproc, strategy=strategy, **options)
+    return partial(launch_in_its_strategy, nproc=nproc, **options)
 
 # %% ../../nbs/bench/04_processes.ipynb #caf98968
+def _strategy(start, recipe):
+    if getattr(start, 'func', None) is launch_in_its_strategy: return strategy_of(recipe)
+    return getattr(start, 'keywords', {}).get('strategy') or ''
+
 def started_with(start, # From `starter`
                  recipe # What it starts
     )->tuple: # Like `world_size` and `strategy` of a Run
     "Return how many processes it starts, and how they share the model"
     if start is launch_as_meant: return processes_of(recipe.name)
     told = getattr(start, 'keywords', {})
-    return told.get('nproc', 1)*getattr(told.get('place'), 'nodes', 1),told.get('strategy') or ''
+    return told.get('nproc', 1)*getattr(told.get('place'), 'nodes', 1),_strategy(start, recipe)

@@ -24,7 +24,7 @@ from ..runs.store import FOLDER, check_folder, load
 def launch(
     name:argument(str, 'What to train; FILE.py or FILE.py:NAME for a function of your own.', metavar='RECIPE|FILE.py',
                   autocompletion=names_like),
-    nproc:Nproc=2, strategy:Strategy='ddp',
+    nproc:Nproc=2, strategy:Strategy=None,
     place=None,
     dry_run:flag('Print what would be run or submitted, and stop.', '--dry-run')=False,
     repeats:option(int, 'Runs, with seeds one apart.', min=1)=1,

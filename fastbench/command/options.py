@@ -107,7 +107,7 @@ _nproc = ('Processes per machine that train together, each with its own batch of
 Nproc = option(int, _nproc, '--nproc', min=1, show_default=False)
 _strategy = ('How the processes share the model: ddp (each holds all weights), fsdp (each a part of every weight), '
              'zero1 to zero3 (the stages of ZeRO, by DeepSpeed; with -offload the optimizer is in host memory).')
-Strategy = option(str, _strategy, '--strategy', metavar='ddp|fsdp|zero1|...', show_default='ddp')
+Strategy = option(str, _strategy, '--strategy', metavar='ddp|fsdp|zero1|...', show_default="the recipe's own, else ddp")
 AtPrecision = option(Precision, "Precision instead of the recipe's.")
 On = option(list[str], 'Field that is meant to differ, such as precision; may be repeated.', '--on', metavar='FIELD')
 Threshold = option(share, 'Differences up to this do not matter.', parser=share, metavar='SHARE', show_default='1%')

@@ -35,7 +35,7 @@ def scale(
                   autocompletion=names_like),
     nproc:option(_counts, 'Numbers of processes, with commas between; 1 is always measured.', '--nproc',
                  parser=_counts, metavar='N,N,...', show_default='1,2')=None,
-    strategy:Strategy='ddp', strong:Strong=False,
+    strategy:Strategy=None, strong:Strong=False,
     repeats:option(int, 'Runs of each, in turns; two or more give an interval.', min=1)=3,
     fields:option(list[str], 'A field of the recipe; may be repeated.', '--set', metavar='FIELD=VALUE')=None,
     device:Device=None,

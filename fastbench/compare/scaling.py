@@ -11,7 +11,7 @@ from functools import partial
 
 from fastcore.basics import patch
 
-from ..bench.processes import STRATEGIES, launch_processes
+from ..bench.processes import STRATEGIES, launch_processes, strategy_of
 from .ladder import rounds
 from .precision import warned
 from .sides import NotComparable, differences, said
@@ -51,11 +51,12 @@ def divided(recipe, # A `Recipe`
 # %% ../../nbs/compare/09_scaling.ipynb #8750ceb8
 def scaling_starts(recipe, # A `Recipe`
                    nproc, # Numbers of processes
-                   strategy:str='ddp', # How they share the model
+                   strategy:str|None=None, # How they share the model; None: as the recipe intends, else ddp
                    strong:bool=False, # Divide the batch among them
                    **options # Of `launch_processes`: timeout
     )->dict: # Number of processes -> (recipe, who starts it)
     "Recipes to train, and their starters"
+    strategy = strategy or strategy_of(recipe)
     if strategy not in STRATEGIES: raise UserError(unknown('strategy', strategy, STRATEGIES))
     ns = check_counts(nproc)
     options |= dict(threads=max(1, worker_cores()//ns[-1]))
@@ -225,7 +226,7 @@ def _dress(ax, rows, title):
 # %% ../../nbs/compare/09_scaling.ipynb #27f10c89
 def scaling(recipe, # A `Recipe` or its name, a function that returns a Learner or its name
             nproc=(1, 2), # Numbers of processes; one is always measured
-            strategy:str='ddp', # How they share the model: 'ddp', 'fsdp', 'zero1', 'zero2', 'zero3'
+            strategy:str|None=None, # How they share the model: 'ddp', 'fsdp', 'zero1', ...; None: as the recipe intends
             strong:bool=False, # Divide the batch among the processes; False: each has a batch of that size
             repeats:int=3, # Runs of each; two or more give an interval
             folder=FOLDER, # Where the Runs are kept
