@@ -4,13 +4,18 @@
 
 # %% auto #0
 __all__ = ['foreach_add_', 'foreach_copy_', 'foreach_div_', 'foreach_lerp_', 'foreach_mul_', 'foreach_norm', 'fused_sgd_',
-           'fused_devices', 'flash_attention', 'efficient_attention', 'linear_pointwise', 'compile_tools',
-           'pause_stream', 'profiler_is_on', 'call_after_backward', 'without_subclasses']
+           'fused_devices', 'flash_attention', 'efficient_attention', 'linear_pointwise', 'resize_smooth',
+           'compile_tools', 'pause_stream', 'profiler_is_on', 'call_after_backward', 'without_subclasses',
+           'remember_pass']
 
 # %% ../nbs/00_compat.ipynb #b661f758
+from types import MethodType
+from typing import Any
+
 import torch
 from fastai.callback.core import _inner_loop as inner_loop
 from fastai.data.load import _loaders as batch_iterators
+from plum import Function, NotFoundLookupError
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
@@ -53,6 +58,13 @@ def linear_pointwise(x, # Inputs
     "A linear layer by oneDNN"
     return torch.ops.mkldnn._linear_pointwise(x, w, b, 'none', [], '')
 
+# %% ../nbs/00_compat.ipynb #1292a783
+def resize_smooth(x, # (n, channels, height, width)
+                  size, # (height, width)
+    ): # The same type
+    "Bilinear, with antialiasing"
+    return torch._C._nn._upsample_bilinear2d_aa(x, size, False, None)
+
 # %% ../nbs/00_compat.ipynb #c8096415
 def compile_tools():
     "The package behind torch.compile"
@@ -75,3 +87,17 @@ def call_after_backward(f # Called without arguments
 def without_subclasses():
     "A context in which tensors of fastai are plain ones"
     return torch._C.DisableTorchFunctionSubclass()
+
+# %% ../nbs/00_compat.ipynb #6c9c8e7b
+def _as_it_is(*args): return args[-1]
+
+def remember_pass(tfm, # A transform
+                  x, # What it will be called with, not a tuple
+    ):
+    "If a transform has no method for an object of this type, remember that"
+    f,args = getattr(tfm, 'encodes', None),(x,)
+    if isinstance(f, MethodType): f,args = f._f,(tfm, x)
+    if not isinstance(f, Function): return
+    try: f._resolve_method_with_cache(args)
+    except NotFoundLookupError:
+        if f._resolver.is_faithful: f._cache[tuple(map(type, args))] = _as_it_is,Any

@@ -1,4 +1,5 @@
 "Caches: the same items and batches, a key that tells every change, faults of disks and files, several processes"
+import gc
 import json
 import multiprocessing
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -31,6 +33,7 @@ from scipy.stats import ks_2samp
 from torch import nn
 
 from fastbench.draw import build as build_room
+from fastbench.draw.batch import batch_augment
 from fastbench.draw.build import Items, NoSpace, open_store
 from fastbench.draw.cached import CachedLoaders, batch_crop, cached
 from fastbench.draw.crop import BatchFit, crop_slices
@@ -299,6 +302,18 @@ def test_channels_last_has_the_same_numbers(pets, tmp_path):
 class Nothing(Transform):
     order = 50
     def encodes(self, x:TensorImage): return x
+
+
+@pytest.mark.parametrize('tfms', [None, batch_augment(max_rotate=10., max_lighting=.2, erase=.5, cutout=8, stats=imagenet_stats)], ids=['normalised', 'augmented'])
+def test_a_batch_is_freed_as_soon_as_nobody_uses_it(pets, tmp_path, tfms):
+    "What is left to the garbage collector keeps the batch, and its memory cannot be used again"
+    dl = cached(make(pets, batch_tfms=tfms), tmp_path/'c', whole=True, workers=0).train
+    for _ in dl: pass  # what happens once is not counted
+    gc.collect()
+    gc.disable()
+    try: images = [weakref.ref(x) for x, y in dl]
+    finally: gc.enable()
+    assert len(images) == 4 and not any(o() is not None for o in images[:-1])
 
 
 def test_a_batch_that_is_held_is_not_written_over(pets, tmp_path):

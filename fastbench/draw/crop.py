@@ -11,12 +11,12 @@ import math
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from fastai.torch_core import TensorImage
 from fastai.vision.core import TensorMask, TensorPoint
 from fastcore.basics import patch
 from torch import Tensor
 
+from ..compat import resize_smooth
 from .chance import BatchTransform, between, log_between
 from ..errors import UserError
 from ..train.transfer import put
@@ -68,7 +68,7 @@ def resized(x, # (n, channels, height, width)
     "Resize with antialiasing"
     if tuple(x.shape[-2:]) == size: return x
     as_float = x.dtype == torch.uint8 and x.device.type != 'cpu'  # PyTorch resizes bytes on a CPU alone
-    res = F.interpolate(x.float() if as_float else x, size, mode='bilinear', align_corners=False, antialias=True)
+    res = resize_smooth(x.float() if as_float else x, size)
     return res.round_().clamp_(0, 255).to(x.dtype) if as_float else res
 
 # %% ../../nbs/draw/11_crop.ipynb #abdd7776
@@ -98,12 +98,15 @@ def crop_slices(images, # A batch; a list of images, (channels, height, width); 
     "Cut a box of each image and resize it: on the host"
     flip,first = np.zeros(len(boxes), bool) if flip is None else flip,images[0]
     res = _result(first, len(boxes), size, scale is not None) if out is None else out
-    if scale is not None: rows,factor,summand = _in_rows(res, *scale)
-    for i,(x,(top,left,h,w),mirror) in enumerate(zip(images, boxes.tolist(), flip.tolist())):
-        x = resized(_slice(x, top, left, h, w), size)[0]
-        if scale is not None and res.is_contiguous(): x = x.contiguous()
-        res[i].copy_(x.flip(-1) if mirror else x)
-        if scale is not None: rows[i].mul_(factor).add_(summand)
+    as_floats = scale is not None
+    rows,factor,summand = _in_rows(res, *scale) if as_floats else (res,None,None)
+    reorder = as_floats and res.is_contiguous()
+    for x,(top,left,h,w),mirror,place,row in zip(images, boxes.tolist(), flip.tolist(), res.unbind(), rows.unbind()):
+        x = _slice(x, top, left, h, w)
+        x = (x if (h,w) == size else resize_smooth(x, size))[0]
+        if reorder: x = x.contiguous()
+        place.copy_(x.flip(-1) if mirror else x)
+        if as_floats: row.mul_(factor).add_(summand)
     return res
 
 # %% ../../nbs/draw/11_crop.ipynb #318ddba5

@@ -11,13 +11,13 @@ import multiprocessing
 from collections.abc import Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import chain
+from itertools import chain, product
 
 from fastai.data.load import DataLoader
 from fastai.torch_core import to_device
 from fastcore.basics import patch
 from torch import Tensor
-from ..compat import batch_iterators
+from ..compat import batch_iterators, remember_pass
 from ..machine.group import before_fork
 from .stopwatch import CLOSE, COPY, DRAW, DRAWN, END, ITER, STARTED, Stopwatch
 
@@ -67,6 +67,12 @@ def _as_fastai(batches, device):
             with copying(): b = to_device(b, device)
         yield b
 
+def _leaves(b): return [x for o in b for x in _leaves(o)] if isinstance(b, tuple) else [b]
+
+def _remember_types(dl, b):
+    fs = getattr(getattr(dl, 'dl', dl).after_batch, 'fs', ())
+    for f,x in product(fs, _leaves(b)): remember_pass(f, x)
+
 def fastai_batches(dl, # A fastai `DataLoader`
                    copied=_as_fastai, # Called with batches and device, yields the batches on the device
     ): # Iterator
@@ -74,7 +80,8 @@ def fastai_batches(dl, # A fastai `DataLoader`
     dl.randomize()
     dl.before_iter()
     dl._DataLoader__idxs = dl.get_idxs()  # in this process, not in workers
-    for b in copied(host_batches(dl.fake_l), dl.device):
+    for i,b in enumerate(copied(host_batches(dl.fake_l), dl.device)):
+        if not i: _remember_types(dl, b)
         yield dl.after_batch(tuple(b) if dl.pin_memory and type(b) is list else b)
     dl.after_iter()
     if hasattr(dl, 'it'): del dl.it
