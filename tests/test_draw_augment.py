@@ -1,6 +1,7 @@
 "Augmentation of whole batches: fastai's distributions, each image its own, the same by seed, epoch and item, on any device"
 import math
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from fastbench.draw.batch import BatchNormalize, batch_augment
 from fastbench.draw.chance import uniforms
 from fastbench.draw.colour import BatchColour
 from fastbench.draw.crop import BatchCrop, BatchFlip, crop_nearest, crop_slices, crop_weighted, random_boxes, resized
-from fastbench.draw.erase import BatchCutout, BatchErase, erase_masked, erase_slices
+from fastbench.draw.erase import BatchCutout, BatchErase, erase_masked, erase_slices, noise_images
 from fastbench.draw.fast import fast_images  # adds the method
 from fastbench.draw.swap import fast_augment  # adds the method
 from fastbench.draw.mix import BatchCutMix, BatchMixUp, patches
@@ -312,11 +313,24 @@ def test_some_images_are_erased_by_noise_of_their_own():
     assert torch.equal(BatchErase(seed=0)(x.clone(), split_idx=1), x)
 
 
+@pytest.mark.parametrize('make', [partial(BatchErase, p=1., max_count=2), partial(BatchCutout, 5, value=None)])
+def test_the_noise_of_an_image_does_not_depend_on_its_batch(make):
+    t, x = make(seed=3), TensorImage(torch.full((9, 3, 20, 24), 7.))
+    t.reseed(4)
+    whole = t(x.clone(), split_idx=0)
+    for items in [8, 1], [5, 0, 7, 2]:
+        t.next_items(items)
+        assert torch.equal(t(x[items], split_idx=0), whole[items])
+    assert len({o.item() for o in whole[whole != 7].unique()}) > 600
+
+
 def test_masks_and_slices_erase_the_same():
     t = BatchErase(p=.7, max_count=1, value=0., seed=5)
     x = torch.rand(9, 3, 20, 24)
     t.draw(x)
     assert torch.equal(erase_masked(x, t.boxes[0], 0.), erase_slices(x.clone(), t.boxes[0], 0.))
+    noise = noise_images(t.begin, x.shape[1:], 'cpu')
+    assert torch.equal(erase_masked(x, t.boxes[0], torch.stack(noise)), erase_slices(x.clone(), t.boxes[0], noise))
 
 
 def test_cutout():

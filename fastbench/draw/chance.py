@@ -79,7 +79,6 @@ def numbers(self:BatchTransform,
     key,items = self.key,self.items
     if key is None: key,items = int(torch.randint(2**62, ())),None
     if items is None: items = np.arange(self.at, self.at+n)
-    self.batch_key = key ^ int(items[0])<<1  # for numbers that belong to a batch, such as noise
     self.at,self.items = self.at+n,None
     return uniforms(key, items, k)
 
