@@ -59,7 +59,10 @@ def epochs(dls, stop=None):
     return res
 
 
-def same(a, b): return len(a) == len(b) and all(len(x) == len(y) and all(torch.equal(o, p) for o, p in zip(x, y)) for x, y in zip(a, b))
+def same(a, b, equal=torch.equal): return len(a) == len(b) and all(len(x) == len(y) and all(equal(o, p) for o, p in zip(x, y)) for x, y in zip(a, b))
+
+
+def nearly(a, b): return torch.allclose(a.float(), b.float(), atol=1e-4)
 
 
 @pytest.mark.parametrize('stop', [None, 2])
@@ -67,7 +70,7 @@ def same(a, b): return len(a) == len(b) and all(len(x) == len(y) and all(torch.e
 def test_the_same_batches_as_on_a_cpu(name, stop):
     want = epochs(LOADERS[name]('cpu'), stop)
     with pretend() as gpu: got = epochs(LOADERS[name](CUDA), stop)
-    assert same(want, got) and not gpu.races and len(want) > 3
+    assert same(want, got, nearly if name == 'arrays' else torch.equal) and not gpu.races and len(want) > 3  # crops on a device are products of matrices
 
 
 @pytest.mark.parametrize('name', LOADERS)

@@ -4,14 +4,16 @@ import hashlib, io, random, subprocess, sys, tarfile, warnings
 import numpy as np
 import pytest
 import torch
+from fastai.torch_core import TensorImage
 from PIL import Image
+from scipy.stats import kstest
 
 from fastbench.machine import download
 from fastbench.machine.download import DataUnavailable
 from fastbench.errors import UserError
 from fastbench.vision import sources as vs
 from fastbench.draw.decode import CorruptImage
-from fastbench.vision.data import vision_dls
+from fastbench.vision.data import BatchResize, vision_dls
 from fastbench.vision.sources import draw_photo, find_source, load_source, make_photos, shapes, sources, split_each
 
 
@@ -244,6 +246,20 @@ def test_digits_crop_and_flip_only_where_asked_and_only_in_training():
     assert plain.flip(-1).allclose(flipped) and not plain.equal(flipped)
     a,b = (next(iter(vision_dls('digits', size=16, device='cpu', flip=f, min_scale=s).valid))[0] for f,s in ((None, None), (1., .3)))
     assert a.equal(b)
+
+
+def test_each_image_of_a_batch_has_its_own_crop():
+    x = TensorImage(torch.rand(1, 3, 40, 60)).repeat(300, 1, 1, 1)
+    t = BatchResize(32, min_scale=.25, flip=.5, seed=0)
+    y = t(x, split_idx=0)
+    assert y.shape == (300, 3, 32, 32) and len({o.numpy().tobytes() for o in y}) > 200 and .4 < t.mirror.mean() < .6
+    top, left, h, w = t.boxes.T
+    assert abs(h/40 - w/60).max() < .03 and (top+h <= 40).all() and (left+w <= 60).all()  # in the shape of the image, within it
+    assert kstest(h*w/2400, 'uniform', args=(.25, .75)).pvalue > .001
+    t.reseed(5); whole = t(x, split_idx=0)
+    t.next_items([7, 3])
+    assert torch.allclose(t(x[:2], split_idx=0), whole[[7, 3]])
+    assert (t(x, split_idx=1) == t(x, split_idx=1)[0]).all()
 
 
 def epoch(**kwargs): return [(x.clone(), y.clone()) for x,y in vision_dls('photos', size=32, bs=8, device='cpu', **kwargs).train]

@@ -8,13 +8,13 @@ __all__ = ['TooFewImages', 'ArrayDL', 'BatchResize', 'vision_dls']
 # %% ../../nbs/vision/02_data.ipynb #e301fe5f
 import os, random
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from fastai.data.core import DataLoaders, Datasets
 from fastai.data.load import chunked
 from fastai.data.transforms import Categorize, IntToFloatTensor, Normalize, ToTensor
 from fastai.torch_core import TensorCategory, TensorImage, TensorImageBW, default_device
-from fastai.vision.augment import FlipItem, RandomResizedCrop, RandTransform, Resize
+from fastai.vision.augment import FlipItem, RandomResizedCrop, Resize
 from fastai.vision.core import PILImage, PILImageBW
 from fastcore.basics import merge
 from fasttransform import Transform
@@ -25,6 +25,8 @@ from ..data.parts import check_trained
 from ..data.place import is_path
 from ..recipe import check_field
 from ..train.transfer import put
+from ..draw.chance import BatchTransform, between
+from ..draw.crop import crop_boxes, pair, resized
 from ..draw.seeded import SeededDL
 from .images import Images
 from .sources import Item, load_source, split_each
@@ -62,33 +64,31 @@ class ArrayDL(SeededDL):
         for idxs in chunked(samps, self.bs, self.drop_last): yield kind(x[idxs]), TensorCategory(y[idxs])
 
 # %% ../../nbs/vision/02_data.ipynb #112bbeed
-class BatchResize(RandTransform):
-    "Resize a batch; in training, take one random crop for all images and flip each at random"
+class BatchResize(BatchTransform):
+    "Resize a batch; in training, crop each image at random, in its shape, and flip it or not"
     order,split_idx = 20,None # after IntToFloatTensor, before Normalize
     def __init__(self, size=None, # Size in pixels; None: unchanged
-                 min_scale=1., # Smallest share of the image in a crop of a training batch
+                 min_scale=1., # Smallest share of an image in its crop
                  flip=0., # Probability of a horizontal flip
+                 seed=None, # As for `BatchTransform`
         ):
-        super().__init__()
-        self.size,self.min_scale,self.flip,self.rng = size,min_scale,flip,torch.Generator()
-    def reseed(self, seed): self.rng.manual_seed(seed)
-    def before_call(self, b, split_idx): self.do,self.training = True,not split_idx
-    def _crop(self, x):
-        (h,w),(scale,top,left) = x.shape[-2:],torch.rand(3, generator=self.rng).tolist()
-        side = (self.min_scale+(1-self.min_scale)*scale)**.5
-        ch,cw = max(1, round(h*side)),max(1, round(w*side))
-        top,left = round(top*(h-ch)),round(left*(w-cw))
-        return x[..., top:top+ch, left:left+cw]
+        super().__init__(seed)
+        self.size,self.min_scale,self.flip = size,min_scale,flip
+
+    def draw(self, x):
+        (h,w),u = x.shape[-2:],self.numbers(len(x), 4)
+        side = np.sqrt(between(u[:,0], self.min_scale, 1))
+        ch,cw = (np.maximum(np.rint(o*side), 1) for o in (h, w))
+        self.boxes = np.stack([np.rint(u[:,1]*(h-ch)), np.rint(u[:,2]*(w-cw)), ch, cw], 1).astype(np.int64)
+        self.mirror = u[:,3] < self.flip
 
     def encodes(self, x:TensorImage):
-        shape = tuple(x.shape[-2:])
-        if self.training and self.min_scale < 1: x = self._crop(x)
-        size = (self.size, self.size) if self.size else shape
-        if tuple(x.shape[-2:]) != size: x = F.interpolate(x, size, mode='bilinear', align_corners=False, antialias=True)
+        size = pair(self.size) if self.size else tuple(x.shape[-2:])
+        if self.training and self.min_scale < 1: return type(x)(crop_boxes(x, self.boxes, size, self.mirror))
+        y = resized(x.as_subclass(torch.Tensor), size)
         if self.training and self.flip:
-            swap = put(torch.rand(len(x), generator=self.rng) < self.flip, x.device)[:,None,None,None]
-            x = torch.where(swap, x.flip(-1), x)
-        return x
+            y = torch.where(put(torch.from_numpy(self.mirror), y.device)[:,None,None,None], y.flip(-1), y)
+        return type(x)(y)
 
 # %% ../../nbs/vision/02_data.ipynb #f42f108c
 class _Label(Transform):
@@ -126,7 +126,6 @@ def _file_dls(dsets, parts, size, min_scale, flip, stats, item_tfms=(), **kwargs
 def _array_dls(dsets, parts, size, min_scale, flip, stats, item_tfms=(), **kwargs):
     if item_tfms: raise UserError(f'{type(item_tfms[0]).__name__} works on files, and these images are in memory: '
                                   "take other data, or prepare='none'")
-    import numpy as np
     def tensors(items):
         x = torch.from_numpy(np.stack([o for o,_ in items]))
         return (x[:,None] if x.dim() == 3 else x.permute(0, 3, 1, 2).contiguous()), torch.tensor([y for _,y in items])
