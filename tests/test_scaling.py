@@ -1,7 +1,8 @@
 "Runs of several processes beside those of one: who starts them, and what is said where they are set side by side"
 import pytest
 
-from fastbench.bench.processes import launch_processes, started_with, starter
+from fastbench.bench.processes import Starter
+from fastbench.bench.slurm import Slurm
 from fastbench.compare.ab import start_ab
 from fastbench.compare.ladder import LadderTable
 from fastbench.compare.runs import Compared
@@ -25,23 +26,26 @@ def made(world_size=None, strategy='', rate=100., repeat=0, bs=16, name='mine', 
 def test_who_starts_a_run(monkeypatch):
     launched = []
     monkeypatch.setattr('fastbench.bench.processes.launch_processes', lambda recipe, *args, **kwargs: launched.append((recipe.name, args, kwargs)))
-    def of(name): return started_with(starter(), get_recipe(name))
+    monkeypatch.setattr('fastbench.bench.launch.launch', lambda recipe, *args, **kwargs: launched.append((recipe.name, args, kwargs)))
+    def of(name, **kwargs): return Starter(**kwargs).processes(get_recipe(name))
     assert of('digits-xresnet18') == of('faster-fused') == (1, '') and of('faster-ddp') == (4, 'ddp') and of('faster-docstrings-fsdp') == (2, 'fsdp')
-    several = starter(2, timeout=5.)
-    assert several.keywords == dict(nproc=2, timeout=5.)
     for name, strategy in (('digits-xresnet18', 'ddp'), ('faster-ddp', 'ddp'), ('faster-docstrings-fsdp', 'fsdp'), ('faster-zero2', 'zero2')):
-        assert started_with(several, get_recipe(name)) == (2, strategy)
-        several(name, 'folder')
-        assert launched.pop() == (name, ('folder',), dict(nproc=2, strategy=strategy, timeout=5.))
-    assert starter(2, 'fsdp').keywords == dict(nproc=2, strategy='fsdp')
+        assert of(name, nproc=2) == (2, strategy)
+        Starter(2, timeout=5.)(name, 'folder', repeat=1)
+        assert launched.pop() == (name, (2, 'folder'), dict(strategy=strategy, timeout=5., place=None, repeat=1))
+    Starter(timeout=5.)(get_recipe('faster-docstrings-fsdp'), 'folder')
+    Starter()(get_recipe('digits-xresnet18'), 'folder')
+    assert launched == [('faster-docstrings-fsdp', (2, 'folder'), dict(strategy='fsdp', timeout=5., place=None)), ('digits-xresnet18', ('folder',), {})]
+    assert of('faster-zero2', nproc=2, strategy='fsdp') == (2, 'fsdp')
+    assert of('digits-xresnet18', place=Slurm()) == (1, '') and of('digits-xresnet18', nproc=2, place=Slurm(nodes=3)) == (6, 'ddp')
     for args, says in (((None, 'fsdp'), 'say how many'), ((2, 'zeor'), "unknown strategy 'zeor'"), ((0,), 'nproc=0 cannot be')):
-        with pytest.raises(UserError, match=says) as e: starter(*args)
+        with pytest.raises(UserError, match=says) as e: Starter(*args)
         assert '\n' not in str(e.value)
 
 
 def test_both_sides_of_an_ab_are_started_in_the_same_way(tmp_path):
     trial = start_ab('digits-xresnet18', None, dict(bs=32), None, (), (), False, tmp_path, 'cpu', True, nproc=2, strategy='fsdp')
-    assert [(o.func, o.keywords['nproc'], o.keywords['strategy']) for o in trial.run] == [(launch_processes, 2, 'fsdp')]*2
+    assert [o.func.processes(r) for o, r in zip(trial.run, trial.recipes, strict=True)] == [(2, 'fsdp')]*2
 
 
 def test_another_python_is_told_how_many(tmp_path, monkeypatch):
@@ -93,14 +97,13 @@ def test_rungs_of_several_processes_are_on_purpose():
 
 
 def test_a_rung_that_is_refused_leaves_the_others(monkeypatch, tmp_path):
-    import fastbench.bench.processes as module
     from fastbench.compare.ladder import ladder
     from fastbench.recipe import Rung
     from fastbench.runs.store import save
-    def start(r, folder, repeat, **kw):
+    def start(self, r, folder, repeat, **kw):
         if r.name.endswith('-ddp'): raise UserError('process 1 of this machine has no GPU')
         return str(save(made(name=r.name, repeat=repeat), folder))
-    monkeypatch.setattr(module, 'launch_as_meant', start)
+    monkeypatch.setattr(Starter, '__call__', start)
     climb = ladder('faster-docstrings', tmp_path, ['fused', 'ddp', 'fsdp'], repeats=2)
     assert [(r['rung'], r['n']) for r in climb.rows] == [('fused', 2), ('fsdp', 2)] and 'ddp: not run: process 1 of this machine has no GPU' in climb.notes
     with pytest.raises(UserError, match='has no GPU'): ladder('faster-docstrings', tmp_path, ['ddp'])
@@ -173,8 +176,8 @@ def test_more_processes_than_cores_are_named():
 
 
 def test_all_that_is_started_has_as_many_threads():
-    starts = [o for _, o in scaling_starts(get_recipe('digits-xresnet18'), [4, 2]).values()]
-    assert [(o.keywords['nproc'], o.keywords['strategy']) for o in starts] == [(1, None), (2, 'ddp'), (4, 'ddp')] and len({o.keywords['threads'] for o in starts}) == 1
+    todo = scaling_starts(get_recipe('digits-xresnet18'), [4, 2]).values()
+    assert [start.processes(r) for r, start in todo] == [(1, ''), (2, 'ddp'), (4, 'ddp')] and len({start.options['threads'] for _, start in todo}) == 1
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
@@ -182,9 +185,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     import fastbench.cli
     from fastbench.runs.store import save
     from typer.testing import CliRunner
-    import fastbench.compare.scaling as module
-    def start(r, folder, repeat, nproc, strategy, **kw): return str(save(made(nproc, strategy or '', rate=100 - 5*nproc + repeat, repeat=repeat, name=r.name), folder))
-    monkeypatch.setattr(module, 'launch_processes', start)
+    def start(r, nproc, folder, repeat, strategy, **kw): return str(save(made(nproc, strategy or '', rate=100 - 5*nproc + repeat, repeat=repeat, name=r.name), folder))
+    monkeypatch.setattr('fastbench.bench.processes.launch_processes', start)
     def said(*words): return CliRunner().invoke(fastbench.command.terminal.app, ['scale', 'digits-xresnet18', '--nproc', '1,2', '--out', str(tmp_path), *words])
     got = said('--plot', str(tmp_path/'a.png'), '--repeats', '2')
     assert got.exit_code == 0 and 'weak scaling of digits-xresnet18' in got.stdout and (tmp_path/'a.png').stat().st_size > 5000
@@ -194,6 +196,6 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 
 def test_scaling_keeps_the_strategy_of_a_recipe():
-    def at_two(name, **kwargs): return scaling_starts(get_recipe(name), [1, 2], **kwargs)[2][1].keywords['strategy']
+    def at_two(name, **kwargs): return scaling_starts(get_recipe(name), [1, 2], **kwargs)[2][1].strategy
     assert [at_two(o) for o in ('digits-xresnet18', 'faster-docstrings-fsdp')] == ['ddp', 'fsdp']
     assert at_two('faster-docstrings-fsdp', strategy='ddp') == 'ddp'

@@ -22,8 +22,8 @@ ROUNDING = dict(bf16=1e-3) # shares are summed in fp32, and each is rounded to 8
 
 def test_without_deepspeed_it_is_one_line(monkeypatch):
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None if name == 'deepspeed' else name)
-    with pytest.raises(UserError, match=r"'zero2' is DeepSpeed's, which is not there: pip install 'fastbench\[deepspeed\]'"): processes.starter(2, 'zero2')
-    with pytest.raises(UserError, match='did you mean'): processes.starter(2, 'zero22')
+    with pytest.raises(UserError, match=r"'zero2' is DeepSpeed's, which is not there: pip install 'fastbench\[deepspeed\]'"): processes.Starter(2, 'zero2')
+    with pytest.raises(UserError, match='did you mean'): processes.Starter(2, 'zero22')
 
 
 @pytest.fixture(scope='module')
@@ -149,7 +149,7 @@ def test_what_was_not_tried_or_is_not_in_effect_is_refused(two, what):
 def test_the_rungs_of_published_ladders(tmp_path, rung, changes):
     "As meant, two processes of this machine; or two in place of four machines"
     pytest.importorskip('deepspeed', reason="pip install 'fastbench[deepspeed]'")
-    start = processes.starter() if rung.startswith('faster') else processes.starter(2, 'zero2')
+    start = processes.Starter() if rung.startswith('faster') else processes.Starter(2, 'zero2')
     run = load(start(get_recipe(rung, epochs=1, **changes), folder=tmp_path, device='cpu', offline=True))
     assert run.status == 'ok' and run.processes == (2, 'zero2') and run.engine['zero_stage'] == 2 and run.precision['effective'] == 'bf16', run.error
 

@@ -4,13 +4,11 @@
 
 # %% auto #0
 __all__ = ['STRATEGIES', 'torchrun', 'tree', 'kill_tree', 'Tail', 'check_several', 'Launch', 'Ended', 'Here', 'write_spec',
-           'launch_processes', 'ended', 'launch_as_meant', 'strategy_of', 'launch_in_its_strategy', 'starter',
-           'started_with']
+           'launch_processes', 'ended', 'strategy_of', 'Starter']
 
 # %% ../../nbs/bench/04_processes.ipynb #1fd8e0f0
 import json, os, pickle, re, shlex, signal, subprocess, sys, tempfile, time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from .child import pack
@@ -254,53 +252,48 @@ def ended(board, # Board of the processes that have ended
     return failed_run(recipe, repeat, folder, line, traceback=why['traceback'], **many)
 
 # %% ../../nbs/bench/04_processes.ipynb #bd78d057
-def launch_as_meant(recipe, # A `Recipe`
-                    *args, **kwargs # For `launch`
-    )->str: # The file of the Run
-    "Launch in one process without torchrun, or in several for a rung that names them"
-    from fastbench.bench.launch import launch
-    nproc,strategy = processes_of(recipe.name)
-    if (n := machines_of(recipe.name)) > 1:
-        raise UserError(f'it is meant for {n} machines: --slurm --nodes {n} --strategy {strategy} on a cluster, or '
-                        f'--nproc 2 --strategy {strategy} for two processes of this machine')
-    if nproc == 1: return launch(recipe, *args, **kwargs)
-    return launch_processes(recipe, nproc, *args, strategy=strategy, **kwargs)
-
 def strategy_of(recipe # A `Recipe`
     )->str: # One of `STRATEGIES`
     "Return how several processes share the model unless told otherwise: as the recipe intends, else ddp"
     return processes_of(recipe.name)[1] or 'ddp'
 
-def launch_in_its_strategy(recipe, *args, **kwargs): # recipe: or its name; the rest is for `launch_processes`
-    "Launch in several processes that share the model as the recipe intends"
-    recipe = get_recipe(recipe)
-    return launch_processes(recipe, *args, strategy=strategy_of(recipe), **kwargs)
+def _refuse_machines(recipe):
+    if (n := machines_of(recipe.name)) == 1: return
+    strategy = processes_of(recipe.name)[1]
+    raise UserError(f'it is meant for {n} machines: --slurm --nodes {n} --strategy {strategy} on a cluster, or '
+                    f'--nproc 2 --strategy {strategy} for two processes of this machine')
 
-def starter(nproc=None, # Number of processes on each machine; None: as the recipe intends, mostly one without torchrun
-            strategy=None, # How they share the model: one of `STRATEGIES`; None: see `strategy_of`
-            place=None, # Where they run: `Slurm(...)`, `Hosts(...)`; None: on this machine
-            **options # For `launch_processes`: timeout, max_restarts
-    ): # Called like `launch`
-    "Return what starts a training: `launch`, or `launch_processes` for several"
-    if place is not None: nproc,options['place'] = nproc or 1,place
-    if nproc is None and strategy is None: return launch_as_meant
-    if nproc is None:
-        raise UserError(f'strategy {strategy!r} is how several processes share a model: say how many there are '
-                        '(--nproc 2)')
-    single = place is not None and nproc*place.nodes == 1
-    _check(nproc, strategy or (None if single else 'ddp'))
-    if strategy or single: return partial(launch_processes, nproc=nproc, strategy=strategy, **options)
-    return partial(launch_in_its_strategy, nproc=nproc, **options)
+# %% ../../nbs/bench/04_processes.ipynb #9630ed20
+class Starter:
+    "Starts trainings; called like `launch`"
+    def __init__(self, nproc=None, # Number of processes on each machine; None: as the recipe intends
+                 strategy=None, # How they share the model: one of `STRATEGIES`; None: see `strategy_of`
+                 place=None, # Where they run: `Slurm(...)`, `Hosts(...)`; None: on this machine
+                 **options # For `launch_processes`: timeout, max_restarts
+        ):
+        if place is not None: nproc = nproc or 1
+        if nproc is None and strategy is not None:
+            raise UserError(f'strategy {strategy!r} is how several processes share a model: say how many there are '
+                            '(--nproc 2)')
+        self.nproc,self.strategy,self.options = nproc,strategy,options | dict(place=place)
+        self.world_size = nproc and nproc*getattr(place, 'nodes', 1)
+        self.alone = self.world_size == 1
+        if nproc is not None: _check(nproc, strategy or (None if self.alone else 'ddp'))
 
-# %% ../../nbs/bench/04_processes.ipynb #caf98968
-def _strategy(start, recipe):
-    if getattr(start, 'func', None) is launch_in_its_strategy: return strategy_of(recipe)
-    return getattr(start, 'keywords', {}).get('strategy') or ''
+    def processes(self, recipe # A `Recipe`
+        )->tuple: # Like `world_size` and `strategy` of a Run
+        "How many processes train a recipe, and how they share the model"
+        if self.nproc is None: return processes_of(recipe.name)
+        return self.world_size,self.strategy or ('' if self.alone else strategy_of(recipe))
 
-def started_with(start, # From `starter`
-                 recipe # What it starts
-    )->tuple: # Like `world_size` and `strategy` of a Run
-    "Return how many processes it starts, and how they share the model"
-    if start is launch_as_meant: return processes_of(recipe.name)
-    told = getattr(start, 'keywords', {})
-    return told.get('nproc', 1)*getattr(told.get('place'), 'nodes', 1),_strategy(start, recipe)
+    def __call__(self, recipe, # A `Recipe`, or its name
+                 *args, **kwargs # For `launch`
+        )->str: # The file of the Run
+        "Train in one process without torchrun, or in several"
+        from fastbench.bench.launch import launch
+        recipe = get_recipe(recipe)
+        (n,strategy),each = self.processes(recipe),self.nproc
+        if each is None:
+            _refuse_machines(recipe)
+            if n == 1: return launch(recipe, *args, **kwargs)
+        return launch_processes(recipe, each or n, *args, strategy=strategy or None, **self.options, **kwargs)

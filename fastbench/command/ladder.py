@@ -52,14 +52,14 @@ def ladder(
     as_json:Json=False,
 ):
     "Train a ladder rung by rung, and show what each gains."
-    from fastbench.bench.processes import starter
+    from fastbench.bench.processes import Starter
     from fastbench.compare.ladder import LadderTable, ladder_recipes
     changes = given(dict(target=target, precision=precision and precision.value, data=data, valid=held_out(valid),
                          label_col=label_col, text_col=text_col, sample=sample, size=size, epochs=epochs))
     only = [_rung(o) for o in made] if made else rungs and [o.strip() for o in rungs.split(',')]
     which,todo = ladder_recipes(name, only, **changes)
     check_folder(out)
-    refused,start = {},starter(nproc, strategy, place)
+    refused,start = {},Starter(nproc, strategy, place)
     paths,code = run_all(todo, repeats, out, refused, shuffle=True, start=start, device=device, offline=offline)
     kept = [load(o) for o in paths]
     climb = LadderTable(which, kept, refused.items())

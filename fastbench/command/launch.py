@@ -39,8 +39,8 @@ def launch(
     more = given(dict(resume=resume or None, checkpoint_every=checkpoint_every))
     if dry_run: return _dry_run(place, recipe, nproc, runs=out, device=device, max_restarts=max_restarts)
     check_folder(out)
-    from fastbench.bench.processes import starter
-    start = starter(nproc, strategy, timeout=timeout, max_restarts=max_restarts, place=place)
+    from fastbench.bench.processes import Starter
+    start = Starter(nproc, strategy, timeout=timeout, max_restarts=max_restarts, place=place)
     paths,code = run_all([recipe], repeats, out, start=start, device=device, show_output=show_output, offline=offline,
                          **more)
     kept = [load(o) for o in paths]

@@ -185,15 +185,15 @@ def complain(e): # e: the error
 class Job(NamedTuple):
     "A recipe, and who starts it"
     recipe:object  # A `Recipe`
-    start:object=None  # As `starter` gives it; None: one process
+    start:object=None  # A `Starter`; None: as the recipe intends
     about:str=''  # What stands behind its name while it runs
 
 def _run_one(job, i, repeats, out, options):
     "The file of a Run, with its progress shown"
-    from fastbench.bench.processes import started_with, starter
-    start = job.start or starter()
+    from fastbench.bench.processes import Starter
+    start = job.start or Starter()
     title = f'{job.recipe.name}{job.about}' + (f' {i+1}/{repeats}' if repeats > 1 else '')
-    with progress(title + how_long(job.recipe, out, started_with(start, job.recipe))) as tell:
+    with progress(title + how_long(job.recipe, out, start.processes(job.recipe))) as tell:
         return start(job.recipe, folder=out, tell=tell, repeat=i, **options)
 
 # %% ../../nbs/command/01_terminal.ipynb #7aaafaf2
@@ -202,7 +202,7 @@ def run_all(todo, # Recipes; or `Job`s
             out, # Folder of the Runs
             refused=None, # What of `todo` cannot run -> why, filled in
             shuffle=False, # Later rounds in a drawn order
-            start=None, # As `starter` gives it; None: one process
+            start=None, # A `Starter`; None: as the recipe intends
             **options): # Of `launch`, or of `start`
     "The files of the Runs, and 0, or the exit code that they do not tell of"
     from fastbench.compare.ladder import rounds
@@ -218,7 +218,6 @@ def run_all(todo, # Recipes; or `Job`s
         except UserError as e: refused[o],code = str(e),max(code, 0 if str(e) in refused.values() else complain(e))
         except (Interrupted, KeyboardInterrupt) as e: return _stopped(paths, e, has_checkpoint(r, out, i))
     return paths,code
-
 
 # %% ../../nbs/command/01_terminal.ipynb #a87ee3a0
 def _stopped(paths, e, kept=False):

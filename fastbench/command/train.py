@@ -58,9 +58,9 @@ def run(
                          text_col=text_col, workers=workers, seed=seed))
     todo = [o for name in names for o in _variants(name, changes | dict(map(field, fields or ())))]
     check_folder(out)
-    from fastbench.bench.processes import starter
+    from fastbench.bench.processes import Starter
     more = given(dict(show_output=show_output or None, resume=resume or None, checkpoint_every=checkpoint_every))
-    more |= dict(device=device, offline=offline, energy=energy, start=starter(nproc, strategy, place))
+    more |= dict(device=device, offline=offline, energy=energy, start=Starter(nproc, strategy, place))
     paths,code = run_all(todo, repeats, out, refused, **more)
     kept = [load(o) for o in paths]
     if as_json: print_json([full(o) for o in kept])

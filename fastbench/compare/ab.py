@@ -18,7 +18,7 @@ from fastcore.basics import patch
 
 from .runs import Compared, overall
 from ..bench.launch import Interrupted, Signals, launch
-from ..bench.processes import starter
+from ..bench.processes import Starter
 from ..errors import UserError
 from ..own.kind import other_source
 from ..own.source import origin
@@ -258,7 +258,7 @@ def start_ab(a, b, changes, both, python, on, anyway, folder, device, offline,
     if place is not None and (python or other):
         what = 'another Python' if python else 'the worktree of another commit'
         raise UserError(f'{what} is on this machine alone: leave out --slurm and --hosts')
-    start,many = starter(nproc, strategy, place),dict(nproc=nproc, strategy=strategy)
+    start,many = Starter(nproc, strategy, place),dict(nproc=nproc, strategy=strategy)
     run = [partial(launch_with, o, **many) for o in python] or [start]*2
     run = [partial(o, device=device, offline=offline) for o in run]
     on = [*meant, *([on] if isinstance(on, str) else on)]

@@ -260,8 +260,8 @@ def ladder(name, # A ladder; with `Rung`s any recipe, or a function that returns
            **changes, # New values of the recipes' fields, in all rungs
     )->LadderTable:
     "Train the rungs of a ladder one after another"
-    from fastbench.bench.processes import starter
+    from fastbench.bench.processes import Starter
     which,todo = ladder_recipes(name, rungs, **changes)
-    start = starter(nproc, strategy, place)
+    start = Starter(nproc, strategy, place)
     return LadderTable(which, *train_all(start, todo, repeats, todo[:1], folder=folder, tell=tell, device=device,
                                          offline=offline))

@@ -7,11 +7,9 @@ __all__ = ['check_counts', 'divided', 'scaling_starts', 'efficiency', 'scaling_k
            'plot_scaling', 'scaling']
 
 # %% ../../nbs/compare/09_scaling.ipynb #f9930f00
-from functools import partial
-
 from fastcore.basics import patch
 
-from ..bench.processes import STRATEGIES, launch_processes, strategy_of
+from ..bench.processes import STRATEGIES, Starter, strategy_of
 from .ladder import rounds
 from .precision import warned
 from .sides import NotComparable, differences, said
@@ -60,7 +58,7 @@ def scaling_starts(recipe, # A `Recipe`
     if strategy not in STRATEGIES: raise UserError(unknown('strategy', strategy, STRATEGIES))
     ns = check_counts(nproc)
     options |= dict(threads=max(1, worker_cores()//ns[-1]))
-    def start(n): return partial(launch_processes, nproc=n, strategy=strategy if n > 1 else None, **options)
+    def start(n): return Starter(n, strategy if n > 1 else None, **options)
     return {n: (divided(recipe, n) if strong else recipe, start(n)) for n in ns}
 
 # %% ../../nbs/compare/09_scaling.ipynb #d574f76f

@@ -183,10 +183,10 @@ def suite(name:str, # `colab`, `fp16`, `wikitext`, `quick`; `fastbench list suit
           **changes, # New values of the recipes' fields, in all of them
     ): # A `Suite`, `LadderTable` or `Precisions`
     "Train the recipes of a suite, and compare them with the published figures"
-    from fastbench.bench.processes import starter
+    from fastbench.bench.processes import Starter
     if name not in suites(): raise UserError(unknown('suite', name, list(suites())))
     todo = list(dict.fromkeys(get_recipe(o, **changes) for o in expand([name])))
-    kept,refused = train_all(starter(nproc, strategy, place), todo, repeats, folder=folder, tell=tell, device=device,
+    kept,refused = train_all(Starter(nproc, strategy, place), todo, repeats, folder=folder, tell=tell, device=device,
                              offline=offline)
     if not kept: raise UserError(f'nothing of suite {name} could be run: {refused[0][1]}')
     return suite_table(name, kept, refused)
