@@ -6,6 +6,7 @@ what all of them need. One that takes more than ten minutes hangs: it is ended, 
 """
 import argparse
 import faulthandler
+import gc
 import sys
 import threading
 import time
@@ -52,6 +53,8 @@ def warm():
         import_module(o)
     threads = [o.name for o in threading.enumerate()]
     if len(threads) > 1: raise SystemExit(f'forked processes would miss these threads: {threads}')
+    gc.collect()
+    gc.freeze()  # a collection would touch, and so copy, all memory that a fork shares
 
 
 def main(argv):

@@ -22,6 +22,7 @@ from fastbench.own.worktree import at_commit
 from fastbench.recipe import Rung, as_dict, but, get_recipe
 from fastbench.runs.store import load
 from fastbench.train.loop import FastLoop
+from test_cli import command
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT/'tests'/'examples'/'documented.py'
@@ -273,10 +274,11 @@ def test_a_failed_run_has_the_users_part_of_the_traceback(home):
     ('asks', 4, 'it asks for input, and nobody is there to answer'), ('loud', 4, 'line 199999'), ('dies', 4, 'exit code 3'),
     ('later', 2, 'is async'), ('mak', 2, "did you mean 'make'"), ('threads', 0, 'changed threads from'),
     ('seeds', 0, 'seeds random numbers itself'), ('starts', 0, '1 process that the training started still ran')])
-def test_what_is_wrong_is_said(home, tmp_path, name, code, said):
-    got = cli('run', home/f'train.py:{name}', '--out', tmp_path/'r', cwd=tmp_path)
-    text = got.stdout + got.stderr
-    assert got.returncode == code and said in text, text
+def test_what_is_wrong_is_said(home, tmp_path, monkeypatch, capfd, name, code, said):
+    monkeypatch.chdir(tmp_path)
+    got, *printed = command(monkeypatch, capfd, 'run', home/f'train.py:{name}', '--out', tmp_path/'r')
+    text = ''.join(printed)
+    assert got == code and said in text, text
     assert len(text) < 8000 and 'multiprocessing' not in text
 
 
