@@ -49,7 +49,7 @@ _BEGINNINGS = 2**20
 
 @lru_cache(4)
 def _normal_numbers(n, device):
-    return torch.empty(_BEGINNINGS + n).normal_(generator=torch.Generator().manual_seed(0)).to(device)
+    return put(torch.empty(_BEGINNINGS + n).normal_(generator=torch.Generator().manual_seed(0)), device)
 
 def noise_images(begin, # Where the noise of each image begins, from 0 to 1: (n,)
                  shape, # Channels, height, width
