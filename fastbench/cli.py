@@ -6,9 +6,13 @@
 __all__ = ['main']
 
 # %% ../nbs/04_cli.ipynb #8f424482
-import sys
+import sys, warnings
+from functools import partial
+from pathlib import Path
 
 import typer
+
+import fastbench
 
 # each adds its commands, in this order
 from .command import train, launch, keep, ab, compare, report, ladder, scale, doctor, selftest, cache
@@ -39,13 +43,21 @@ def _misused(e):
         print(f'fastbench: {said}. `{command} --help` shows what there is', file=sys.stderr)
     return e.exit_code
 
+# %% ../nbs/04_cli.ipynb #5eb3a305
+def _show(usual, message, category, filename, *args, **kwargs):
+    mine = Path(fastbench.__file__).parent in Path(filename).parents
+    if mine: print(f'warning: {message}', file=sys.stderr)
+    else: usual(message, category, filename, *args, **kwargs)
+
 # %% ../nbs/04_cli.ipynb #5eb3a306
 def main():
     "The `fastbench` command; of a reader that goes away (`fastbench list | head`) typer takes care"
     for o in (sys.stdout, sys.stderr):
         if hasattr(o, 'reconfigure'): o.reconfigure(errors='replace')  # a terminal that cannot show a µ
-    try: code = app(prog_name='fastbench', standalone_mode=False)
-    except _Misused as e: code = _misused(e)
-    except UserError as e: code = complain(e)
-    except (KeyboardInterrupt, typer.Abort): code = 130
+    with warnings.catch_warnings():
+        warnings.showwarning = partial(_show, warnings.showwarning)
+        try: code = app(prog_name='fastbench', standalone_mode=False)
+        except _Misused as e: code = _misused(e)
+        except UserError as e: code = complain(e)
+        except (KeyboardInterrupt, typer.Abort): code = 130
     sys.exit(code)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 
 import psutil
 import pytest
@@ -405,3 +406,15 @@ def test_a_letter_means_the_same_in_every_command():
             for words in (o.param_decls or () for o in getattr(p.annotation, '__metadata__', ()) if hasattr(o, 'param_decls')):
                 for letter in (o for o in words if len(o) == 2): seen.setdefault(letter, set()).add(next((o for o in words if o.startswith('--')), f'--{p.name}'))
     assert '-o' in seen and all(len(o) == 1 for o in seen.values()), seen
+
+
+def test_a_warning_of_fastbench_is_one_line(monkeypatch, capsys):
+    def app(**_):
+        for f in (cli.__file__, '/elsewhere/module.py'): warnings.warn_explicit('mind this', UserWarning, f, 1)
+    monkeypatch.setattr(cli, 'app', app)
+    with warnings.catch_warnings():
+        warnings.simplefilter('always')
+        warnings.showwarning = lambda message, category, filename, *args, **kwargs: print(f'{filename}: {message}', file=sys.stderr)
+        with pytest.raises(SystemExit): cli.main()
+        assert warnings.showwarning.__name__ == '<lambda>'
+    assert capsys.readouterr().err == 'warning: mind this\n/elsewhere/module.py: mind this\n'

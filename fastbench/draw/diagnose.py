@@ -176,12 +176,12 @@ class Stations(Table):
         self.rows,self.notes = rows,list(notes)
 
 class Remedies(Table):
-    "What would help"
+    "What would help, and below it why the rest would not"
     columns = (('name', 'remedy', str), ('line', 'how', str), ('step', 'expected step', duration),
-               ('gain', 'faster', _times), ('why', 'why not', str))
+               ('gain', 'faster', _times))
     left,title = 2,'what would help'
-    def __init__(self, rows, notes=()): # rows: dicts of name, line, step, gain, why; notes: lines below
-        self.rows,self.notes = rows,list(notes)
+    def __init__(self, rows): # rows: dicts of name, line, step, gain, why
+        self.rows,self.notes = rows,[f"{r['name']}: {r['why']}" for r in rows if r['why']]
 
 # %% ../../nbs/draw/45_diagnose.ipynb #a3f6393b
 class InputDiagnosis:

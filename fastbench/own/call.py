@@ -143,8 +143,9 @@ def _warn_of(state, given, seed):
         what = dict(folder='the current folder', callbacks="fastai's defaults.callbacks").get(k, k)
         warnings.warn(f'{given} changed {what}{was}, which holds for the whole process: it was trained so')
     if torch.initial_seed() != seed:
-        warnings.warn(f'{given} seeds random numbers itself: every repeat begins with the same weights, so repeats '
-                      'differ less than trainings do. A parameter called seed gets the seed of the repeat')
+        warnings.warn(f'{given} seeds random numbers itself, as RandomSplitter(seed=...) does: every repeat begins '
+                      'with the same weights, so repeats differ less than trainings do. A parameter called seed gets '
+                      'the seed of the repeat')
 
 # %% ../../nbs/own/01_call.ipynb #b4dbfc2d
 def check_returned(o, # What the function returned

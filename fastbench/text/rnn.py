@@ -271,7 +271,7 @@ class AWDLM(nn.Module):
 # %% ../../nbs/text/21_rnn.ipynb #e2f471fd
 class Penalties(Callback):
     "Penalize large (`alpha`) and fast-changing (`beta`) activations of an `AWDLM`"
-    order,run_valid = ModelResetter.order+2,False
+    order,run_valid,rehearsed = ModelResetter.order+2,False,True
     def __init__(self, alpha=2., # Weight of the square of activations
                  beta=1., # Weight of the square of their changes from word to word
         ): self.alpha,self.beta = alpha,beta

@@ -1,0 +1,81 @@
+"""Rehearsals with what users' Learners are made of: text models of fastai, callbacks of their own"""
+import pandas as pd
+import pytest
+import torch
+from fastai.callback.core import Callback
+from fastai.callback.tracker import SaveModelCallback
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
+from fastai.metrics import accuracy
+from fastai.text.data import TextDataLoaders
+from fastai.text.learner import text_classifier_learner
+from fastai.text.models.awdlstm import AWD_LSTM, awd_lstm_clas_config
+from torch import nn
+
+import fastbench.draw.diagnose, fastbench.train.batch_size  # add methods
+from fastbench.text.rnn import Penalties
+from fastbench.train.rehearsal import again, model_kept, rehearse, takes_part
+
+
+@pytest.fixture(scope='module')
+def texts():
+    df = pd.DataFrame(dict(text=['the cat sat on the mat', 'a bird sang in the tree'] * 32, label=['cat', 'bird'] * 32))
+    return TextDataLoaders.from_df(df, text_col='text', label_col='label', bs=4, seq_len=8, num_workers=0)
+
+
+def classifier(texts, **kwargs):
+    config = awd_lstm_clas_config | dict(emb_sz=8, n_hid=8, n_layers=1)
+    return text_classifier_learner(texts, AWD_LSTM, pretrained=False, config=config, seq_len=8, metrics=accuracy, **kwargs)
+
+
+def test_text_models_of_fastai_are_diagnosed(texts):
+    found = classifier(texts, alpha=2., beta=1.).diagnose_input(.4)
+    assert 'of a step' in found.verdict and {r['part'] for r in found.stalls.rows} >= {'compute', 'items'}
+
+
+def test_text_models_of_fastai_find_a_batch_size(texts): assert classifier(texts).find_batch_size(max=8) == 8
+
+
+class Pair(nn.Module):
+    "Returns more than a prediction, which a callback takes apart"
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(2, 1)
+    def forward(self, x): return self.lin(x), x.mean()
+
+
+class Apart(Callback):
+    def after_pred(self): self.learn.pred = self.pred[0]
+
+
+class Teacher(Callback):
+    "Adds a loss to the loss"
+    def __init__(self, teacher): self.teacher, self.seen = teacher, []
+    def after_loss(self):
+        with torch.no_grad(): want = self.teacher(self.xb[0])
+        self.seen.append(self.epoch)
+        self.learn.loss_grad += (self.pred - want).pow(2).mean()
+
+
+def make(*cbs, model=None):
+    data = [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(3)]
+    return Learner(DataLoaders(data, data), model or nn.Linear(2, 1), loss_func=nn.MSELoss(), cbs=cbs)
+
+
+def test_callbacks_of_a_user_that_change_a_step_take_part():
+    teacher = nn.Linear(2, 1)
+    learn = make(Apart(), Teacher(teacher), model=Pair())
+    with model_kept(learn.model): new = rehearse(learn, learn.dls)
+    assert new.teacher.seen == [0]*6 and not learn.teacher.seen
+    assert new.teacher.teacher is teacher
+
+
+def test_callbacks_that_watch_are_left_out():
+    class Watches(Callback):
+        def before_fit(self): raise AssertionError('called')
+        def after_batch(self): raise AssertionError('called')
+
+    class Says(Apart): rehearsed = False
+    assert not any(map(takes_part, (Watches(), Says(), SaveModelCallback())))
+    assert all(map(takes_part, (Apart(), Penalties())))
+    rehearse(make(Watches()), make().dls)
