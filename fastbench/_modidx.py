@@ -3609,6 +3609,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastbench.own.call._function': ('own/call.html#_function', 'fastbench/own/call.py'),
                                     'fastbench.own.call._get_state': ('own/call.html#_get_state', 'fastbench/own/call.py'),
                                     'fastbench.own.call._imported': ('own/call.html#_imported', 'fastbench/own/call.py'),
+                                    'fastbench.own.call._instead': ('own/call.html#_instead', 'fastbench/own/call.py'),
                                     'fastbench.own.call._is_empty': ('own/call.html#_is_empty', 'fastbench/own/call.py'),
                                     'fastbench.own.call._is_fastai': ('own/call.html#_is_fastai', 'fastbench/own/call.py'),
                                     'fastbench.own.call._items_wanted': ('own/call.html#_items_wanted', 'fastbench/own/call.py'),

@@ -16,6 +16,7 @@ from fastbench.bench.run import run_recipe
 from fastbench.compare.ab import AB, ab, against, start_ab
 from fastbench.compare.ladder import LadderTable, ladder, ladder_recipes
 from fastbench.errors import UserError
+from fastbench.own.call import check_returned
 from fastbench.own.kind import Function
 from fastbench.own.source import find_source, origin
 from fastbench.own.worktree import at_commit
@@ -280,6 +281,13 @@ def test_what_is_wrong_is_said(home, tmp_path, monkeypatch, capfd, name, code, s
     text = ''.join(printed)
     assert got == code and said in text, text
     assert len(text) < 8000 and 'multiprocessing' not in text
+
+
+@pytest.mark.parametrize('module,says', [('transformers', 'TrainerProfiler()'), ('pytorch_lightning', 'LightningProfiler()'), ('lightning.pytorch', 'LightningProfiler()'), ('mine', 'profiling_steps(')])
+def test_what_is_trained_without_fastai_is_told_how_it_is_measured(module, says):
+    made = type('Trainer', (), dict(__module__=f'{module}.trainer'))()
+    with pytest.raises(UserError, match=re.escape(says)) as e: check_returned(made, 'train.py:make')
+    assert str(e.value).startswith('train.py:make returned a Trainer, and not a fastai Learner') and '\n' not in str(e.value)
 
 
 def test_what_it_changed_is_put_back_here(home):

@@ -147,6 +147,18 @@ def _warn_of(state, given, seed):
                       'with the same weights, so repeats differ less than trainings do. A parameter called seed gets '
                       'the seed of the repeat')
 
+# %% ../../nbs/own/01_call.ipynb #b4dbfc2c
+_elsewhere = dict(transformers='a Trainer of transformers is measured by trainer.add_callback(TrainerProfiler())',
+                  lightning='Lightning is measured by Trainer(callbacks=[LightningProfiler()])',
+                  torch='a loop of your own is measured by `with profiling_steps(loader) as prof`')
+
+def _instead(o):
+    "What to do with something that is no Learner"
+    if o is None: return ': did it forget `return learn`?'
+    roots = [k.__module__.split('.')[0].replace('pytorch_lightning', 'lightning') for k in type(o).__mro__]
+    how = next((v for k,v in _elsewhere.items() if k in roots), _elsewhere['torch'])
+    return f', and not a fastai Learner, or (learner, fit). Without fastai, {how}'
+
 # %% ../../nbs/own/01_call.ipynb #b4dbfc2d
 def check_returned(o, # What the function returned
                    given:str, # Its name
@@ -154,8 +166,7 @@ def check_returned(o, # What the function returned
     "Check that the function returned a Learner"
     learn,fit = o if isinstance(o, tuple) and len(o) == 2 else (o, None)
     if not isinstance(learn, Learner):
-        hint = ': did it forget `return learn`?' if o is None else ''
-        raise UserError(f'{given} returned {_a(o)}{hint or ", and not a fastai Learner, or (learner, fit)"}')
+        raise UserError(f'{given} returned {_a(o)}{_instead(o)}')
     if fit is not None and not callable(fit):
         raise UserError(f'{given} returned a Learner and {_a(fit)}: the second is a function that fits it, fit(learn)')
     return learn,fit
