@@ -6,12 +6,13 @@
 __all__ = ['doctor']
 
 # %% ../../nbs/command/08_doctor.ipynb #644149ec
-import sys, warnings
+import shlex, sys, warnings
 from pathlib import Path
 from typing import Optional
 
 import typer
 
+from ..own.kind import Function
 from ..recipe import get_recipe
 from .ab import _time
 from .options import Device, Json, argument, field, flag, option
@@ -46,8 +47,8 @@ def doctor(
     print(found.to_json() if as_json else found)
 
 # %% ../../nbs/command/08_doctor.ipynb #bb4a9e67
-def _diagnose(recipe, changes, device, budget, as_json):
-    recipe = get_recipe(recipe, **changes)
+def _diagnose(given, changes, device, budget, as_json):
+    recipe = get_recipe(given, **changes)
     say(f'  measuring steps of {recipe.name} with and without its loader')
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # of imports
@@ -55,3 +56,10 @@ def _diagnose(recipe, changes, device, budget, as_json):
         import fastbench.draw.diagnose  # adds Learner.diagnose_input
     found = bench_learner(recipe, device=device).diagnose_input(budget or 20.)
     print(found.to_json() if as_json else found)
+    if not as_json and isinstance(recipe, Function) and found.best: _say_proof(given, changes, found.best['change'])
+
+def _say_proof(given, changes, change):
+    "Say which command compares a function with and without the best remedy"
+    if change is None: return
+    both = (f'--both {k}={v}' for k,v in changes.items())
+    say('to prove it: ' + ' '.join(['fastbench ab', shlex.quote(given), f'--set {change}', *both]))

@@ -101,6 +101,7 @@ class Remedy(NamedTuple):
     name: str # In a few words
     line: str # What to write
     make: object # From a Learner to its new `DataLoaders`; raises `UserError` where it does not apply
+    change: str = None # The field of a recipe of your own function that does it, for `--set`
 
 remedies = []
 
@@ -110,8 +111,10 @@ def _with_workers(learn):
     return DataLoaders(*[o.new(num_workers=n) for o in learn.dls.loaders], device=learn.dls.device)
 
 remedies.append(Remedy('a worker for each core', 'num_workers={cores}', _with_workers))
-remedies.append(Remedy('decoding by threads', 'learn.fast_images()', lambda learn: fast_images(learn.dls)))
-remedies.append(Remedy('faster augmentation', 'learn.fast_augment()', lambda learn: fast_augment(learn.dls)))
+remedies.append(Remedy('decoding by threads', 'learn.fast_images()', lambda learn: fast_images(learn.dls),
+                       'fast_images=true'))
+remedies.append(Remedy('faster augmentation', 'learn.fast_augment()', lambda learn: fast_augment(learn.dls),
+                       'fast_augment=true'))
 
 # %% ../../nbs/draw/45_diagnose.ipynb #a6bfccaf
 def some_items(dl, # A fastai loader
@@ -133,7 +136,7 @@ def _with_cache(learn, batches=24):
     return DataLoaders(made, made)
 
 _line = 'learn.dls = cached(learn.dls, whole=True)'
-remedies.append(Remedy('a cache of what is the same each time', _line, _with_cache))
+remedies.append(Remedy('a cache of what is the same each time', _line, _with_cache, 'cache=whole'))
 
 # %% ../../nbs/draw/45_diagnose.ipynb #fdd31787
 def _expected(learn, dl, each):
@@ -142,7 +145,7 @@ def _expected(learn, dl, each):
     return got and got.seconds
 
 def _tried(learn, o, each, now):
-    row = dict(name=o.name, line=o.line.format(cores=worker_cores()), step=None, gain=None, why=None)
+    row = dict(name=o.name, line=o.line.format(cores=worker_cores()), change=o.change, step=None, gain=None, why=None)
     try: step = _expected(learn, o.make(learn).train, each)
     except UserError as e: return row | dict(why=str(e))
     if step is None: return row | dict(why='too few batches to measure it')
@@ -150,7 +153,7 @@ def _tried(learn, o, each, now):
 
 def _twice(step, loader, is_beside, most, now):
     "With twice the cores and twice the workers"
-    row = dict(name='twice the cores', line='', step=None, gain=None, why=None)
+    row = dict(name='twice the cores', line='', step=None, gain=None, why=None, change=None)
     if not is_beside: return row | dict(why='the loader works in this process, on one core')
     got = together(step, Pace(loader.seconds/2, loader.cpu, loader.n), True, 2*most)
     return row | dict(step=got, gain=now/got)
@@ -195,6 +198,17 @@ class InputDiagnosis:
     def tables(self): return [self.stalls, self.stations, self.remedies]
 
     @property
+    def waits(self)->float: # Of a step
+        "The share that waits for input"
+        return max(0., 1 - self.stalls.rows[0]['step']/self.stalls.rows[-1]['step'])
+
+    @property
+    def best(self)->dict|None: # The row of a remedy
+        "What helps most, if anything does"
+        tried = [r for r in self.remedies.rows if self.waits >= .1 and (r['gain'] or 0) >= 1.05]
+        return max(tried, key=lambda r: r['gain'], default=None)
+
+    @property
     def verdict(self):
         "What to know, in one line"
         return _verdict(self)
@@ -210,17 +224,13 @@ class InputDiagnosis:
 _short = dict(transfer='copying', batch='transforming batches', items='making batches', disk='reading from the disk')
 
 def _verdict(d):
-    rows = {r['part']: r for r in d.stalls.rows}
-    whole = d.stalls.rows[-1]['step']
-    waits = max(0., 1 - rows['compute']['step']/whole)
-    best = max((r for r in d.remedies.rows if r['gain']), key=lambda r: r['gain'], default=None)
+    waits,step = d.waits,d.stalls.rows[-1]['step']
     if waits < .1: return f'compute-bound: {1-waits:.0%} of a step; a faster loader gains at most {waits:.0%}'
     parts = ', '.join(f"{_short[r['part']]} {r['share']:.0%}" for r in d.stalls.rows[1:] if r['share'] >= .01)
     said = f'input-bound: {waits:.0%} of a step waits for its input ({parts})'
     dear = max((r for r in d.stations.rows if r['where'] != 'batch'), key=lambda r: r['each'], default=None)
     if dear: said += f"; the slowest station is {dear['station']}, {dear['share']:.0%} of a batch"
-    if best and best['gain'] >= 1.05:
-        said += f"; {best['name']} would make the step {duration(best['step'])} of {duration(whole)}"
+    if d.best: said += f"; {d.best['name']} would make the step {duration(d.best['step'])} of {duration(step)}"
     return said
 
 # %% ../../nbs/draw/45_diagnose.ipynb #4f3afbb5

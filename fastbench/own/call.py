@@ -15,6 +15,7 @@ import torch
 from fastai.data.core import TfmdLists
 from fastai.callback.schedule import Learner
 from fastai.torch_core import default_device, defaults
+from fastcore.basics import noop
 
 import fastbench.distributed.learner  # adds to_distributed
 import fastbench.train.schedule  # adds fit_linear
@@ -289,6 +290,18 @@ def facts(learn # A Learner
     return {k: v for k,v in known.items() if v is not None}
 
 # %% ../../nbs/own/01_call.ipynb #d8501caf
+def _draw_faster(learn, r):
+    "Change how batches are made"
+    if r.cache != 'none':
+        from fastbench.draw.cached import cached
+        learn.dls = cached(learn.dls, whole=r.cache == 'whole', tell=noop)
+    if r.fast_images:
+        from fastbench.draw.fast import fast_images
+        learn.dls = fast_images(learn.dls)
+    if r.fast_augment:
+        from fastbench.draw.swap import fast_augment
+        learn.dls = fast_augment(learn.dls)
+
 def switch_on(recipe, # The fields of the recipe that are not parameters
               learn, # From `build`
     ):
@@ -297,6 +310,7 @@ def switch_on(recipe, # The fields of the recipe that are not parameters
     if r.precision or r.channels_last or r.compile or r.loop == 'lean': to_bench(learn, r.loop == 'lean')
     if r.precision == 'fp32': learn.to_fp32()
     if r.channels_last: learn.to_channelslast()
+    _draw_faster(learn, r)
 
 # %% ../../nbs/own/01_call.ipynb #fadb7b99
 def _shown(path, roots):

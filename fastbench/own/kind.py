@@ -43,6 +43,9 @@ class Function(Kind):
     schedule: str|None = _or_none('schedule', "linear goes by knots; None: one_cycle, or the function's own fit")
     channels_last: bool = setting(yes_no(), 'memory format of convolutions', default=False)
     loop: str = setting(one_of('fastai', 'lean'), "fastai's loop, or ours, with the same numbers", default='fastai')
+    fast_images: bool = setting(yes_no(), 'images are drawn by threads', default=False)
+    fast_augment: bool = setting(yes_no(), 'faster batch transforms, with the same settings', default=False)
+    cache: str = setting(one_of('none', 'items', 'whole'), 'what is the same each epoch is done once', default='none')
     function: str = setting(text(empty=True), 'which one', default='')
 
     quiet = True
@@ -194,7 +197,9 @@ def refuse(cls:Function, k, v): # k: a field that the kind does not have; v: its
     near = get_close_matches(k, [*known, *cls.__dataclass_fields__], n=1)
     hint = f' did you mean {near[0]!r}?' if near else ''
     has = f"its parameters are {', '.join(known)}" if known else 'it has no parameters'
-    raise UserError(f'{k}={v!r} cannot be: {k!r} is neither a parameter of the function nor a switch;{hint} {has}')
+    show = f'. `fastbench show {cls.source.given}` lists all' if isinstance(getattr(cls, 'source', 0), Source) else ''
+    raise UserError(f'{k}={v!r} cannot be: {k!r} is neither a parameter of the function nor a switch;{hint} '
+                    f'{has}{show}')
 
 @patch
 def __post_init__(self:Function):
