@@ -178,6 +178,17 @@ def test_muon_turns_filters_and_nesterov_moves_the_rest():
     opt.step()
 
 
+def test_muon_without_momentum():
+    torch.manual_seed(0)
+    conv, lin = nn.Conv2d(3, 8, 3, bias=False), nn.Linear(4, 2, bias=False)
+    w, v = conv.weight.detach().clone(), lin.weight.detach().clone()
+    opt = MuonSGD([conv.weight, lin.weight], lr=.1, momentum=0., rest=.5)
+    for p in (conv.weight, lin.weight): p.grad = torch.randn_like(p)
+    opt.step()
+    want = w*8**.5/w.norm() - .1*orthogonal(conv.weight.grad.reshape(8, -1)).view_as(w)
+    assert torch.allclose(conv.weight, want, atol=1e-5) and torch.allclose(lin.weight, v - .05*lin.weight.grad, atol=1e-6)
+
+
 def test_muon_takes_filters_of_one_shape_together(monkeypatch):
     "The same as one by one, in any layout, however the gradients lie"
     import fastbench.train.muon as module

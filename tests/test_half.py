@@ -398,10 +398,19 @@ class Mixes(nn.Module):
     def forward(self, x): return self.lin(x + self.shift)
 
 
-def test_a_model_that_mixes_is_told():
-    learn = make(model=Mixes())
+class MixesByProduct(Mixes):
+    def __init__(self):
+        super().__init__()
+        self.turn = torch.eye(8)
+
+    def forward(self, x): return self.lin(x @ self.turn)
+
+
+@pytest.mark.parametrize('model', [Mixes, MixesByProduct])
+def test_a_model_that_mixes_is_told(model):
+    learn = make(model=model())
     with pytest.raises(UserError, match='neither parameter nor buffer'): learn.fit(1)
-    clean(learn, Mixes)
+    clean(learn, model)
 
 
 def test_channels_last_stays():

@@ -122,7 +122,7 @@ def _fp32(self:_Half, state):
         if isinstance(v, torch.Tensor) and v.dtype == self.dtype: state[k] = known.get(v.data_ptr(), v)
 
 # %% ../../nbs/callback/13_half.ipynb #3576f824
-_mixed = ('must have the same dtype', 'should be the same', 'expected scalar type',
+_mixed = ('have the same dtype', 'should be the same', 'expected scalar type',
           'does not match weight dtype', 'mixed dtype')
 
 _mixes = ('half precision: the model mixes fp32 into its 16-bit activations ({}), from a tensor that is '

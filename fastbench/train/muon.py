@@ -99,10 +99,11 @@ def _momentum(self:MuonSGD, group, ps, to, lr, wd):
         if not self.state[p] and not _is_dense(p): p.data = p.data.contiguous()  # fused kernels go by memory
         buf = self.state[p].get('momentum_buffer')
         self.state[p]['momentum_buffer'] = torch.zeros_like(p) if buf is None else _as(buf, p)
-    bufs = [_rows(self.state[p]['momentum_buffer']) for p in ps]
-    grads,found = [_rows(_as(p.grad, p)) for p in ps],getattr(self, 'found_inf', None)
-    fused_sgd_(to, grads, bufs, weight_decay=wd, momentum=group['momentum'], lr=lr, dampening=0., nesterov=True,
-                      maximize=False, is_first_step=False, grad_scale=None, found_inf=found)
+    mom,found = group['momentum'],getattr(self, 'found_inf', None)
+    bufs = [_rows(self.state[p]['momentum_buffer']) for p in ps] if mom else []
+    grads = [_rows(_as(p.grad, p)) for p in ps]
+    fused_sgd_(to, grads, bufs, weight_decay=wd, momentum=mom, lr=lr, dampening=0., nesterov=bool(mom),
+               maximize=False, is_first_step=False, grad_scale=None, found_inf=found)
 
 # %% ../../nbs/train/04_muon.ipynb #accec955
 @patch
