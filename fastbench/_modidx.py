@@ -2401,6 +2401,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fastbench.draw.store': { 'fastbench.draw.store.Encoded': ('draw/store.html#encoded', 'fastbench/draw/store.py'),
                                       'fastbench.draw.store.Field': ('draw/store.html#field', 'fastbench/draw/store.py'),
                                       'fastbench.draw.store.Field.__str__': ('draw/store.html#field.__str__', 'fastbench/draw/store.py'),
+                                      'fastbench.draw.store.Field.exactly': ('draw/store.html#field.exactly', 'fastbench/draw/store.py'),
                                       'fastbench.draw.store.MapPart': ('draw/store.html#mappart', 'fastbench/draw/store.py'),
                                       'fastbench.draw.store.MapPart.__init__': ( 'draw/store.html#mappart.__init__',
                                                                                  'fastbench/draw/store.py'),

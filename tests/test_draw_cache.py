@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -41,7 +42,7 @@ from fastbench.draw.describe import NoFingerprint, describe, fingerprint, finger
 from fastbench.draw.fast import fast_images
 from fastbench.draw.kept import FORMAT, clear_caches, kept_caches, read_about
 from fastbench.draw.memory import RecycledMemory
-from fastbench.draw.store import as_bytes, encoded, from_bytes
+from fastbench.draw.store import PartWriter, as_bytes, encoded, from_bytes
 from fastbench.errors import UserError
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -653,3 +654,12 @@ def test_only_caches_are_cleared(tmp_path):
     open_store(tmp_path/'x-1', items(), workers=0)
     clear_caches(where=tmp_path)
     assert (tmp_path/'photos'/'mine.txt').exists() and not (tmp_path/'x-1').exists()
+
+
+def test_an_error_tells_types_apart():
+    for a, b, says in ((np.zeros(3), np.zeros(3, 'float32'), 'ndarray of float32, that of other items ndarray of float64'),
+                       (Image.new('L', (2, 2)), Image.new('RGB', (2, 2)), 'Image of RGB, that of other items Image of L'),
+                       (torch.zeros(1), torch.zeros(1, dtype=torch.int64), 'Tensor of int64, that of other items Tensor of float32')):
+        parts = PartWriter()
+        parts.add((a,))
+        with pytest.raises(UserError, match=re.escape(says)): parts.add((b,))

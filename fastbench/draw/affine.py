@@ -51,8 +51,8 @@ def zoom_matrices(zoom, # How much larger, (n,)
     return _matrices(len(s), m00=s, m11=s, m02=(1-s)*(2*x-1), m12=(1-s)*(2*y-1))
 
 # %% ../../nbs/draw/12_affine.ipynb #47edccdb
-def warp_matrices(x, # How far corners move along x: (n,)
-                  y, # And along y
+def warp_matrices(x, # Perspective along x, as fastai's: how far corners move up or down, (n,)
+                  y, # Along y: how far they move left or right
     ): # (n, 3, 3)
     "Perspectives"
     to = np.array([[-1, -1], [-1, 1], [1, -1], [1, 1.]])

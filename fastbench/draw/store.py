@@ -34,6 +34,11 @@ class Field:
     mode: str = '' # Of an image: RGB, L
     codec: str = '' # An image is kept as the bytes of such a file; '': as pixels
     def __str__(self): return self.cls.split(':')[1] + (f' ({self.codec})' if self.codec else '')
+    @property
+    def exactly(self):
+        "With the type of its numbers, or the mode of an image"
+        of = self.mode or self.dtype.removeprefix('torch.')
+        return f'{self} of {of}' if self.kind in ('image', 'tensor', 'array') else str(self)
 
 def _cls(o): return f'{type(o).__module__}:{type(o).__qualname__}'
 
@@ -133,7 +138,8 @@ class PartWriter:
         fields = [o[0] for o in parts]
         if self.fields is None: self.fields = fields
         for i,(a,b) in enumerate(zip(self.fields, fields)):
-            if a != b: raise UserError(f'its field {i} is {b}, that of other items {a}: a cache wants one type')
+            if a == b: continue
+            raise UserError(f'its field {i} is {b.exactly}, that of other items {a.exactly}: a cache wants one type')
         if len(fields) != len(self.fields):
             raise UserError(f'it has {len(fields)} fields, other items {len(self.fields)}')
         if self.shapes and any(len(a) != len(b[2]) for a,b in zip(self.shapes[0], parts)):
