@@ -3,6 +3,7 @@ import pandas as pd
 import pytest
 import torch
 from fastai.callback.core import Callback
+from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import SaveModelCallback
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
@@ -79,3 +80,19 @@ def test_callbacks_that_watch_are_left_out():
     assert not any(map(takes_part, (Watches(), Says(), SaveModelCallback())))
     assert all(map(takes_part, (Apart(), Penalties())))
     rehearse(make(Watches()), make().dls)
+
+
+def test_a_callback_that_cannot_be_copied_is_left_out_and_named(tmp_path):
+    class Logs(Callback):
+        def after_loss(self): self.file.write('1')
+    cb = Logs()
+    cb.file = open(tmp_path/'log', 'w')
+    with pytest.warns(UserWarning, match='Logs takes no part .* cannot be copied'): rehearse(make(cb), make().dls)
+    cb.file.close()
+    assert not (tmp_path/'log').read_text()
+
+
+def test_who_only_inherits_from_a_tracker_is_left_out():
+    class Mine(SaveModelCallback): pass
+    class Scheduled(ParamScheduler): pass
+    assert not takes_part(Mine('valid_loss')) and not takes_part(Scheduled({}))

@@ -15,7 +15,6 @@ import torch
 from fastai.data.core import TfmdLists
 from fastai.callback.schedule import Learner
 from fastai.torch_core import default_device, defaults
-from fastcore.basics import noop
 
 import fastbench.distributed.learner  # adds to_distributed
 import fastbench.train.schedule  # adds fit_linear
@@ -294,7 +293,7 @@ def _draw_faster(learn, r):
     "Change how batches are made"
     if r.cache != 'none':
         from fastbench.draw.cached import cached
-        learn.dls = cached(learn.dls, whole=r.cache == 'whole', tell=noop)
+        learn.dls = cached(learn.dls, whole=r.cache == 'whole')
     if r.fast_images:
         from fastbench.draw.fast import fast_images
         learn.dls = fast_images(learn.dls)

@@ -77,12 +77,13 @@ _matter = (TrainEvalCallback, CastToTensor, MixedPrecision, ChannelsLast, Compil
            EMACallback, GradientClip, MixHandler, ModelResetter, RNNCallback, RNNRegularizer, OneDNNLinear, SmallMaps)
 _acts = 'before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step'
 
+def _is_known(cls): return cls.__module__.split('.')[0] in ('fastai', 'fastbench')
+
 def takes_part(cb # A callback
     )->bool:
     "Return whether a callback takes part in rehearsals"
-    cls = type(cb)
-    known = cls.__module__.split('.')[0] in ('fastai', 'fastbench')
-    return getattr(cls, 'rehearsed', isinstance(cb, _matter) or not known and any(hasattr(cls, o) for o in _acts))
+    acts = any(o in vars(k) for k in type(cb).__mro__ if not _is_known(k) for o in _acts)
+    return getattr(type(cb), 'rehearsed', acts or isinstance(cb, _matter))
 
 # %% ../../nbs/train/08_rehearsal.ipynb #a1d5b0c7
 def _shared(cb): return {id(m): m for m in vars(cb).values() if isinstance(m, nn.Module)} # for `deepcopy`
@@ -99,6 +100,14 @@ def again(cb # A callback of a Learner
         new.kwargs = {**cb.kwargs, 'init_scale': 1.}  # a skipped step would allocate no optimizer state
     return new
 
+def _those_that_matter(cbs):
+    "Copies of the callbacks that take part"
+    for cb in filter(takes_part, cbs):
+        try: yield again(cb)
+        except TypeError as e: # a file or a lock
+            warnings.warn(f'{type(cb).__name__} takes no part in trying steps out, as it cannot be copied: {e}. If it '
+                          'only watches, write rehearsed = False into its class')
+
 # %% ../../nbs/train/08_rehearsal.ipynb #f96e4824
 def rehearse(learn:Learner, # Whose steps are taken
              dls, # `DataLoaders` to take them with
@@ -109,7 +118,7 @@ def rehearse(learn:Learner, # Whose steps are taken
     cls = BenchLearner if isinstance(learn, BenchLearner) else Learner
     same = 'loss_func opt_func lr splitter wd moms train_bn wd_bn_bias'.split()
     new = cls(dls, learn.model, **{k: getattr(learn, k) for k in same}, default_cbs=False,
-              cbs=[again(cb) for cb in learn.cbs if takes_part(cb)])
+              cbs=list(_those_that_matter(learn.cbs)))
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         new.fit(1, cbs=cbs)
