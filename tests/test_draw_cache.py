@@ -19,7 +19,7 @@ import pytest
 import torch
 import fastai.callback.progress  # adds no_bar
 from fastai.data.block import CategoryBlock, DataBlock
-from fastai.data.core import Datasets
+from fastai.data.core import DataLoaders, Datasets
 from fastai.data.transforms import Categorize, FuncSplitter, Normalize, ToTensor, get_image_files, parent_label
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
@@ -663,3 +663,11 @@ def test_an_error_tells_types_apart():
         parts = PartWriter()
         parts.add((a,))
         with pytest.raises(UserError, match=re.escape(says)): parts.add((b,))
+
+
+@pytest.mark.parametrize('whole', [False, True])
+def test_loaders_of_pytorch_are_refused_in_one_line(whole):
+    dl = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4, 2)), 2)
+    for given in (dl, DataLoaders(dl, dl)):
+        with pytest.raises(UserError, match='cached takes loaders of fastai, and this is a torch.utils.data.dataloader.DataLoader') as e: cached(given, whole=whole)
+        assert '\n' not in str(e.value)
