@@ -139,7 +139,9 @@ def recipes_page():
 
 # Values for fields that no registered recipe sets, or sets to something long
 SUCH_AS = dict(lr=1e-3, seed=1, workers=4, batches=100, memory='4GB', knots='((0, .2), (.4, 1), (1, 0))', tf32=True, keep_memory=True, onednn=True, valid=.1, text_col='review', label_col='stars', max_tokens=8192, bptt=70,
-               prefetch=4, decoder='pillow', resize=160, encode='png', progressive=.5, pretrained=True, bs=32, epochs=5, opt='muon', schedule='flat', label_smoothing=.1, precision='bf16', channels_last=True, loop='lean')
+               prefetch=4, decoder='pillow', resize=160, encode='png', progressive=.5, pretrained=True, bs=32, epochs=5, opt='muon', schedule='flat', label_smoothing=.1, precision='bf16', channels_last=True, loop='lean', fast_images=True, fast_augment=True)
+
+ELSE = dict(cache='whole')  # where no registered recipe of the kind does
 
 WITH = {'memory': 'bs=largest', 'knots': 'schedule=linear', 'max_tokens': 'loader=budget', 'decoder': 'loader=threads', 'loader=whole': 'cache=array', 'resize': 'cache=array', 'encode': 'cache=array', 'pad': 'augment=batch',
         'cutout': 'augment=batch'}  # without which they have no effect
@@ -157,7 +159,7 @@ def example(cls, o):
     from fastbench.recipe import recipes
     if o.name in ('name', 'about', 'function'): return ''
     given = (getattr(r, o.name) for r in recipes().values() if isinstance(r, cls))
-    told = f'{o.name}={SUCH_AS[o.name] if o.name in SUCH_AS else next(v for v in given if v != o.default)}'
+    told = f'{o.name}={SUCH_AS[o.name] if o.name in SUCH_AS else next((v for v in given if v != o.default), ELSE.get(o.name))}'
     ahead = WITH.get(o.name) or WITH.get(told)
     return join([*(['--set', ahead] if ahead else []), '--set', told])
 
