@@ -54,7 +54,8 @@ contract = ('WORLD_SIZE', 'RANK', 'MASTER_ADDR', 'MASTER_PORT')
 def _check_contract():
     missing = [o for o in contract if not os.environ.get(o)]
     if missing:
-        raise UserError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set, so the "
+        are = 'are' if missing[1:] else 'is'
+        raise UserError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} {are} not set, so the "
                         "processes cannot find each other: start them with torchrun, which sets all of them")
 
 # %% ../../nbs/machine/06_group.ipynb #3e09c50e

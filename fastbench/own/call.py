@@ -82,7 +82,10 @@ def _module(source):
     return module
 
 def _function(source):
-    f = getattr(_module(source), source.function, None)
+    module = _module(source)
+    if not hasattr(module, source.function):
+        raise UserError(f'{source.given} is not there: the file has no {source.function!r} once it is imported')
+    f = getattr(module, source.function)
     if not isinstance(f, type) and callable(f): return f
     raise UserError(f'{source.given} is {_a(f)}, not a function that returns a Learner')
 
