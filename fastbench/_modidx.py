@@ -4357,7 +4357,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'fastbench/text/hf.py'),
                                    'fastbench.text.hf.HFModel.told_apart': ('text/hf.html#hfmodel.told_apart', 'fastbench/text/hf.py'),
                                    'fastbench.text.hf._auto': ('text/hf.html#_auto', 'fastbench/text/hf.py'),
-                                   'fastbench.text.hf._built_already': ('text/hf.html#_built_already', 'fastbench/text/hf.py'),
+                                   'fastbench.text.hf._check_built': ('text/hf.html#_check_built', 'fastbench/text/hf.py'),
                                    'fastbench.text.hf._check_loaded': ('text/hf.html#_check_loaded', 'fastbench/text/hf.py'),
                                    'fastbench.text.hf._check_memory': ('text/hf.html#_check_memory', 'fastbench/text/hf.py'),
                                    'fastbench.text.hf._class_of': ('text/hf.html#_class_of', 'fastbench/text/hf.py'),

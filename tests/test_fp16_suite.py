@@ -15,7 +15,7 @@ from torchvision import models
 from fastbench.machine.download import DataUnavailable
 from fastbench.bench.learner import bench_learner
 from fastbench.measure.phases import Profile, to_dict
-from fastbench.compare.precision import Precisions
+from fastbench.compare.precision import Precisions, _clock
 from fastbench.errors import UserError
 from fastbench.recipe import but, expand, get_recipe, published
 from fastbench.runs.record import Run, from_json
@@ -233,3 +233,7 @@ def test_refused_recipes_are_in_the_table(tmp_path):
 def test_plot_goes_with_the_suite(tmp_path):
     got = fastbench('run', 'digits-xresnet18', '--plot', 'x.png', cwd=tmp_path)
     assert got.returncode == 2 and got.stderr.count('\n') == 1 and '--plot' in got.stderr
+
+
+def test_a_time_near_a_full_minute():
+    assert [_clock(o) for o in (59.7, 119.4, 119.7, 3599.7, 7199.6)] == ['1:00', '1:59', '2:00', '1:00:00', '2:00:00']

@@ -9,6 +9,7 @@ from fastbench.machine.download import DataUnavailable
 from fastbench.errors import UserError
 from fastbench.text import hf as H
 from fastbench.text.hf import HFModel, find_model, hf_config, hf_configs, hf_model, n_params
+from fastbench.text.task import SequenceClassification, find_task
 from fastbench.text.splitter import hf_splitter, layer_decay, layer_groups
 
 TINY = [o for o in hf_configs if o.endswith('-tiny')]
@@ -231,3 +232,11 @@ def test_a_model_larger_than_memory(monkeypatch):
     assert '125 million parameters take 0.5 GB' in one_line(e)
     monkeypatch.setattr(H, '_free_memory', lambda: 10**9)
     hf_model('bert-tiny', pretrained=False)
+
+
+def test_a_model_that_is_there_keeps_its_outputs_and_attention():
+    m = hf_model('bert-tiny', pretrained=False, n_out=3)
+    with pytest.raises(UserError, match='with 3 outputs, and 7 are wanted'): hf_model(m, n_out=7)
+    with pytest.raises(UserError, match='attn cannot change it'): hf_model(m, attn='eager')
+    assert hf_model(m, n_out=3, attn=m.config._attn_implementation).hf is m.hf
+    with pytest.raises(UserError, match='kind cannot change it'): find_task(SequenceClassification(['a', 'b']), kind='multi')

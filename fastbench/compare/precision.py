@@ -124,6 +124,7 @@ def precision_rows(runs, # `Run`s, of any recipes
 def _times(x): return f'{x:.2f}x'
 
 def _clock(x):
+    x = round(x)
     if x >= 3600: return f'{x//3600:.0f}:{x//60%60:02.0f}:{x%60:02.0f}'
     return f'{x//60:.0f}:{x%60:02.0f}'
 

@@ -220,9 +220,16 @@ def _random(config, label, task, tokenizer, kwargs):
     with hf_quiet(): hf = cls.from_config(config, **kwargs)
     return _finish(hf, tokenizer, 'random', [k for k,_ in hf.named_parameters()])
 
-def _built_already(changes):
-    return UserError(f'the model is built already: {", ".join(changes)} cannot change it; '
-                     'give its config instead, with pretrained=False')
+def _check_built(hf, n_out, attn, changes):
+    "Refuse what a model that is there cannot become"
+    now = getattr(hf.config, '_attn_implementation', None)
+    lost = [*changes, *(['attn'] if attn not in (None, now) else [])]
+    if lost:
+        raise UserError(f'the model is built already: {", ".join(lost)} cannot change it; '
+                        'give its config instead, with pretrained=False')
+    if n_out not in (None, hf.config.num_labels):
+        raise UserError(f'the model is built already, with {hf.config.num_labels} outputs, and {n_out} are wanted: '
+                        f'make it with num_labels={n_out}')
 
 # %% ../../nbs/text/11_hf.ipynb #985951f5
 def _commit(where): # where: a folder in the hub's cache
@@ -256,7 +263,7 @@ def hf_model(name, # A hub's name, a folder, a name of `hf_configs`, a config, o
     from transformers import PretrainedConfig, PreTrainedModel
     if isinstance(name, HFModel): name = name.hf
     if isinstance(name, PreTrainedModel):
-        if changes: raise _built_already(changes)
+        _check_built(name, n_out, attn, changes)
         return _finish(name, tokenizer, 'instance', [])
     if n_out is not None: changes['num_labels'] = n_out
     kwargs = dict(dtype=torch.float32, **({} if attn is None else dict(attn_implementation=attn)))

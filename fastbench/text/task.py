@@ -135,7 +135,9 @@ def find_task(task, # A name in `tasks`, a `Task`, or a class of them
               **settings, # More settings
     )->Task:
     "Return the task that is asked for"
-    if isinstance(task, Task): return task
+    if isinstance(task, Task):
+        if settings: raise UserError(f"this task is made already: {', '.join(settings)} cannot change it")
+        return task
     if isinstance(task, str):
         if task not in tasks: raise UserError(unknown('task', task, list(tasks)))
         task = tasks[task]
