@@ -1950,8 +1950,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastbench.draw.cached._item': ('draw/cached.html#_item', 'fastbench/draw/cached.py'),
                                        'fastbench.draw.cached._moves': ('draw/cached.html#_moves', 'fastbench/draw/cached.py'),
                                        'fastbench.draw.cached._name_of': ('draw/cached.html#_name_of', 'fastbench/draw/cached.py'),
-                                       'fastbench.draw.cached._no_loader_of_fastai': ( 'draw/cached.html#_no_loader_of_fastai',
-                                                                                       'fastbench/draw/cached.py'),
                                        'fastbench.draw.cached._pipelines': ('draw/cached.html#_pipelines', 'fastbench/draw/cached.py'),
                                        'fastbench.draw.cached._title': ('draw/cached.html#_title', 'fastbench/draw/cached.py'),
                                        'fastbench.draw.cached._typed': ('draw/cached.html#_typed', 'fastbench/draw/cached.py'),

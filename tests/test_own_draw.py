@@ -3,13 +3,16 @@ import pytest
 from PIL import Image
 
 from fastbench.bench.learner import bench_learner
+from fastbench.command.options import field
 from fastbench.compare.runs import compare
 from fastbench.draw.affine import BatchAffine
 from fastbench.draw.cached import CachedItems
-from fastbench.draw.diagnose import InputDiagnosis, Remedies, Stalls, Stations
+from fastbench.draw.diagnose import InputDiagnosis, Remedies, Stalls, Stations, remedies
 from fastbench.draw.loader import PoolDL
 from fastbench.errors import UserError
 from fastbench.bench.run import run_recipe
+from fastbench.own.kind import Function
+from fastbench.recipe import check_field
 from test_cli import command
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -97,6 +100,12 @@ def test_the_best_remedy():
     assert diagnosis(.3, none, small, good).best is good
     assert diagnosis(.3, none, small).best is None and diagnosis(.05, good).best is None
     assert 'decoding by threads: no' in str(diagnosis(.3, none))
+
+
+def test_each_remedy_names_a_field_that_a_function_has():
+    changes = [o.change for o in remedies if o.change]
+    assert len(changes) == 3
+    for k, v in map(field, changes): assert check_field(Function, k, v) != Function.__dataclass_fields__[k].default
 
 
 def test_doctor_says_how_to_prove_it(home, monkeypatch, capsys):

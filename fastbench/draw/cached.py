@@ -307,6 +307,9 @@ def cached_loader(dl, # A loader of fastai
                   **kwargs # As for `cached_items`
     )->TfmdDL:
     "A loader whose items come from a cache"
+    if not isinstance(dl, TfmdDL):
+        raise UserError(f'cached takes loaders of fastai, and this is a {type(dl).__module__}.{type(dl).__name__}: '
+                        'give it the data set instead, cached(dl.dataset), and make the loader of that')
     fs,rest = before_chance(dl.after_item.fs)
     if whole and all(type(f) is ToTensor or draws(f) for f in fs+rest) and rest: fs,rest = [],fs+rest
     crop = batch_crop(rest) if whole else None
@@ -320,10 +323,6 @@ def cached_loader(dl, # A loader of fastai
     return CachedDL(data, crop, dl, channels_last, after_item=rest, after_batch=_in_place(dl.after_batch.fs), **same)
 
 # %% ../../nbs/draw/24_cached.ipynb #2bbe00f1
-def _no_loader_of_fastai(dl):
-    return UserError(f'cached takes loaders of fastai, and this is a {type(dl).__module__}.{type(dl).__name__}: give '
-                     'it the data set instead, cached(dl.dataset), and make the loader of that')
-
 def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set
            where=None, # Folder that holds caches; None: below fastbench's own
            whole=False, # Crop and mirror whole batches: much faster; the same distribution, other draws
@@ -339,13 +338,11 @@ def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set
     kwargs = dict(where=where, size=size, store=store, encode=encode, workers=workers, check=check,
                   tell_done=tell)
     if channels_last and not whole: raise UserError('channels_last=True is for whole batches: add whole=True')
-    def one(dl):
-        if not isinstance(dl, TfmdDL): raise _no_loader_of_fastai(dl)
-        return cached_loader(dl, whole, channels_last, **kwargs) if len(dl.dataset) else dl
+    def one(dl): return cached_loader(dl, whole, channels_last, **kwargs) if len(dl.dataset) else dl
     if isinstance(dls, DataLoaders):
         if not len(dls.train.dataset): raise no_items(dls.path)
         return CachedLoaders(*map(one, dls.loaders), source=dls)
-    if isinstance(dls, TfmdDL): return cached_loader(dls, whole, channels_last, **kwargs)
-    if isinstance(dls, torch.utils.data.DataLoader): raise _no_loader_of_fastai(dls)
+    if isinstance(dls, (TfmdDL, torch.utils.data.DataLoader)):
+        return cached_loader(dls, whole, channels_last, **kwargs)
     if whole: raise UserError('whole=True is for loaders: a data set has no batches')
     return cached_items(dls, **kwargs)

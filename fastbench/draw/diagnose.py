@@ -200,7 +200,9 @@ class InputDiagnosis:
     @property
     def waits(self)->float: # Of a step
         "The share that waits for input"
-        return max(0., 1 - self.stalls.rows[0]['step']/self.stalls.rows[-1]['step'])
+        rows = self.stalls.rows
+        compute = next(r['step'] for r in rows if r['part'] == 'compute')
+        return max(0., 1 - compute/rows[-1]['step'])
 
     @property
     def best(self)->dict|None: # The row of a remedy

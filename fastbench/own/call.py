@@ -152,14 +152,14 @@ def _warn_of(state, given, seed):
 
 # %% ../../nbs/own/01_call.ipynb #b4dbfc2c
 _elsewhere = dict(transformers='a Trainer of transformers is measured by trainer.add_callback(TrainerProfiler())',
-                  lightning='Lightning is measured by Trainer(callbacks=[LightningProfiler()])',
-                  torch='a loop of your own is measured by `with profiling_steps(loader) as prof`')
+                  lightning='Lightning is measured by Trainer(callbacks=[LightningProfiler()])')
+_by_itself = 'a loop of your own is measured by `with profiling_steps(loader) as prof`'
 
 def _instead(o):
     "What to do with something that is no Learner"
     if o is None: return ': did it forget `return learn`?'
     roots = [k.__module__.split('.')[0].replace('pytorch_lightning', 'lightning') for k in type(o).__mro__]
-    how = next((v for k,v in _elsewhere.items() if k in roots), _elsewhere['torch'])
+    how = next((v for k,v in _elsewhere.items() if k in roots), _by_itself)
     return f', and not a fastai Learner, or (learner, fit). Without fastai, {how}'
 
 # %% ../../nbs/own/01_call.ipynb #b4dbfc2d
