@@ -12,7 +12,6 @@ from typing import Optional
 
 import typer
 
-from ..own.kind import Function
 from ..recipe import get_recipe
 from .ab import _time
 from .options import Device, Json, argument, field, flag, option
@@ -53,6 +52,7 @@ def _diagnose(given, changes, device, budget, as_json):
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # of imports
         from fastbench.bench.learner import bench_learner
+        from fastbench.own.kind import Function
         import fastbench.draw.diagnose  # adds Learner.diagnose_input
     found = bench_learner(recipe, device=device).diagnose_input(budget or 20.)
     print(found.to_json() if as_json else found)
