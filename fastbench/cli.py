@@ -40,7 +40,8 @@ def _misused(e):
     if type(e).__name__ == 'NoArgsIsHelpError': print(ctx.get_help())
     else:
         said,command = _plainly(e),ctx.command_path if ctx else 'fastbench'
-        print(f'fastbench: {said}. `{command} --help` shows what there is', file=sys.stderr)
+        said += '' if said.endswith('?') else '.'
+        print(f'fastbench: {said} `{command} --help` shows what there is', file=sys.stderr)
     return e.exit_code
 
 # %% ../nbs/04_cli.ipynb #5eb3a305

@@ -162,7 +162,7 @@ register_ladder(_plain, *_faster)
 
 # %% ../nbs/03_experiments.ipynb #5ac3e454
 _here = _imdb | dict(arch='distilbert-tiny', pretrained=False, data='docstrings', max_length=256, epochs=2, lr=1e-3)
-_here_about = 'two epochs of a small DistilBERT on docstrings, by the rungs of faster'
+_here_about = 'two epochs of a small DistilBERT on docstrings, by the rungs of faster (published: on IMDB)'
 _two = (replace(o, nproc=min(2, o.nproc), about=o.about.replace('four', 'two')) for o in _faster)
 register_ladder(Transformer('faster-docstrings', _here_about, loader='padded', **_here), *_two)
 

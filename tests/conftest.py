@@ -1,4 +1,5 @@
 "What every test file may use: the checkout, and a copy of it without what was built."
+import gc
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,18 @@ from browser import browser, visit  # fixtures, for pages
 ROOT = Path(__file__).resolve().parent.parent
 # files that take a minute and more, those that mostly wait at the very beginning: what is long and begins last is waited for by all
 LONG = [f'test_{o}.py' for o in ('slurm', 'docs', 'own', 'hosts', 'waits', 'resume', 'on_gpu', 'dawn', 'batch_size', 'report', 'packed', 'processes', 'launch', 'real_model', 'kinds', 'device_clock')]
+
+
+def pytest_configure(): gc.disable()
+
+
+def pytest_collection_finish():
+    "No collection looks again at what imports and the collecting of tests made: each would take half a second"
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure(): gc.unfreeze()  # or libraries that look for leaks at the end report what was frozen
 
 
 def pytest_collection_modifyitems(items):

@@ -49,11 +49,13 @@ def run_all(files, flags, n, way):
 def warm():
     """Imports what many notebooks need. Nothing of fastbench and no more of fastai, else a notebook that forgets an import would pass;
     and not transformers, which reads the environment when it is imported."""
+    gc.disable()  # imports make what stays: it is searched in vain
     for o in ('fastai.basics', 'matplotlib.pyplot', 'pandas', 'scipy.stats', 'sklearn.metrics', 'torch', 'torchvision'):
         import_module(o)
     threads = [o.name for o in threading.enumerate()]
     if len(threads) > 1: raise SystemExit(f'forked processes would miss these threads: {threads}')
     gc.collect()
+    gc.enable()
     gc.freeze()  # a collection would touch, and so copy, all memory that a fork shares
 
 
@@ -66,6 +68,7 @@ def main(argv):
     way = 'fork' if sys.platform.startswith('linux') else 'spawn'
     if way == 'fork': warm()
     took, failed = run_all(files, args.flags.split(), args.n_workers, way)
+    gc.unfreeze()  # or libraries that look for leaks at the end report what was frozen
     print('slowest: '+', '.join(f'{o} {took[o]:.0f} s' for o in sorted(took, key=took.get)[:-11:-1]))
     for o in failed: print(f'failed: {o}', file=sys.stderr)
     print(f'{len(files)-len(failed)} of {len(files)} notebooks passed in {time.time()-start:.0f} s')

@@ -284,6 +284,13 @@ def test_list_and_export_of_some(kept, monkeypatch, capsys, tmp_path):
     assert count() == 20 and count('--json') == 28
 
 
+def test_suggestions_of_commands_rungs_and_recipes(tmp_path):
+    for words, said in (('rum', "Did you mean 'run'? `fastbench"), ('ladder dawn-photos --rungs baselin', "did you mean 'baseline'?"), ('show digits-xresnet81', "did you mean 'digits-xresnet18'?"),
+                        (f'run digits-xresnet18 --data {tmp_path} --valid 150%', "'150%' is no share")):
+        p = subprocess.run([sys.executable, '-m', 'fastbench', *words.split()], capture_output=True, text=True, cwd=tmp_path)
+        assert p.returncode == 2 and said in p.stderr and p.stderr.count('\n') == 1, p.stderr
+
+
 def test_show(kept, monkeypatch, capsys):
     a,b,c = load_all(kept)[0]
     for name,run in ((a.id, a), (b.path, b), ('last', c), (c.id[:-3], c)):

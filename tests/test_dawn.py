@@ -452,7 +452,7 @@ def test_a_ladder_of_ones_own():
 def test_the_embedded_data_has_its_own_ladder():
     assert ladder_recipes('dawn', data='photos')[0].name == 'dawn-photos' and ladder_recipes('dawn', data='digits')[0].name == 'dawn'
     with pytest.raises(UserError, match="did you mean 'dawn'"): get_ladder('dwan')
-    with pytest.raises(UserError, match="no rung 'top'"): ladder_recipes('dawn', ['top'])
+    with pytest.raises(UserError, match="unknown rung 'top'"): ladder_recipes('dawn', ['top'])
     assert 'dawn' in ladders()
 
 

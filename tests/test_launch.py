@@ -317,3 +317,11 @@ def test_the_fork_server_may_die_between_runs(tmp_path):
         try: launch(SMALL, tmp_path, device='cpu')
         finally: t.cancel()  # or the signal would end a later test
     assert not forkserver._forkserver._forkserver_pid or gone(forkserver._forkserver._forkserver_pid)
+
+
+@pytest.mark.parametrize('code,frozen', [('import fastbench.bench.imports', True), ('import fastbench.all, fastbench.bench.run', False)])
+def test_only_processes_of_our_own_freeze_what_they_imported(code, frozen):
+    "Whoever imports fastbench keeps Python's garbage collection as it was"
+    code += '; import gc; print(gc.isenabled(), gc.get_freeze_count() > 100_000, gc.get_threshold())'
+    p = subprocess.run([sys.executable, '-c', f'import gc; was = gc.get_threshold(); {code}; assert gc.get_threshold() == was'], capture_output=True, text=True)
+    assert p.stdout.split()[:2] == ['True', str(frozen)], p.stderr

@@ -62,7 +62,7 @@ def _child(conn, control, parcel, folder, offline, born_with, output, options):
     try:
         settle(stop, control, offline, born_with, output)
         tell(dict(phase='start', pid=os.getpid()))
-        from fastbench.bench.run import run_recipe
+        from fastbench.bench.imports import run_recipe
         run = run_recipe(unpack(parcel), tell=tell, stop=stop, offline=offline, **options)
         run.warnings += left_running()
         last = 'run', str(save(run, folder)), run.status
@@ -135,7 +135,7 @@ def _born_with(): return {k: os.environ.get(k) for k in _BIRTH}
 
 def _start_server():
     from multiprocessing import forkserver, resource_tracker
-    multiprocessing.set_forkserver_preload(['fastbench.bench.run'])
+    multiprocessing.set_forkserver_preload(['fastbench.bench.imports'])
     resource_tracker.ensure_running()  # clears the mask while it starts
     old = _born_with()
     with _deaf():

@@ -74,7 +74,7 @@ def train_rank(spec:dict, # recipe, folder, strategy, timeout, offline, options
                look:Lookout, # Notified of each step
     )->tuple: # Like the last message of a process that trains alone
     "Train as one of several processes; the first saves the Run"
-    from fastbench.bench.run import run_recipe
+    from fastbench.bench.imports import run_recipe
     from fastbench.machine.group import gather, join, local_rank, rank, world_size
     from fastbench.runs.ranks import of_ranks, step_syncs
     from fastbench.runs.record import plain
@@ -99,7 +99,6 @@ def train_rank(spec:dict, # recipe, folder, strategy, timeout, offline, options
     _forget_part(board)
     if kept and run.status in ('ok', 'diverged'): forget_unfinished(kept)
     return 'run',str(path),run.status
-
 
 # %% ../../nbs/bench/05_rank.ipynb #a9ef2e42
 def worst(statuses # Statuses of a Run, one per process

@@ -9,10 +9,12 @@ __all__ = ['OfRecipe', 'OfData', 'OnDevice', 'InPrecision', 'AtCommit', 'WithSta
 # %% ../../nbs/command/03_keep.ipynb #842dde3d
 import json, sys
 from dataclasses import asdict
+from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from textwrap import wrap
 
+from ..errors import UserError, unknown
 from ..runs.query import export, select
 from ..own.source import is_own
 from ..recipe import ALWAYS_THERE, as_dict, get_ladder, get_recipe, ladders, recipes, suites
@@ -141,6 +143,15 @@ def _show_suite(name, as_json):
     _section(f'Recipes of {name}', [(o, get_recipe(o).about) for o in held])
     if table.rows: print_table(table)
 
+# %% ../../nbs/command/03_keep.ipynb #58467b76
+def _find(name, out):
+    "A Run; if there is none and the name is like that of a recipe, that is said"
+    try: return find(name, out)
+    except UserError:
+        of = [*recipes(), *suites()]
+        if get_close_matches(name, of, cutoff=.8): raise UserError(unknown('Run, recipe or suite', name, of)) from None
+        raise
+
 # %% ../../nbs/command/03_keep.ipynb #8a168113
 @app.command(epilog=example('fastbench show last', 'fastbench show digits-xresnet18', 'fastbench show colab'))
 def show(name:argument(str, "A Run (its file, its id or the beginning of it, `last`), a recipe, a suite, or FILE.py.",
@@ -150,7 +161,7 @@ def show(name:argument(str, "A Run (its file, its id or the beginning of it, `la
     "Show a Run: where its time went, how it ended. Of a recipe or FILE.py, its fields; of a suite, published figures."
     if name in suites(): return _show_suite(name, as_json)
     if name in recipes() or is_own(name): return _show_fields(get_recipe(name), as_json)
-    r = find(name, out)
+    r = _find(name, out)
     if as_json: print_json(full(r))
     else: print_run(r)
 

@@ -73,7 +73,9 @@ def prices(text): # text: what was typed
 def held_out(text): # text: what was typed, or None
     "`20%` or `.2` as a share; a name or a path as it is"
     try: return text and share(text)
-    except typer.BadParameter: return text
+    except typer.BadParameter:
+        if text.endswith('%'): raise
+        return text
 
 # %% ../../nbs/command/00_options.ipynb #2f78b6fb
 def argument(kind, help, **kwargs): # kind: a type; help: what it is for; kwargs: for typer

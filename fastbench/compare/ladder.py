@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from ..measure.phases import middle
 from .precision import warned
-from ..errors import UserError
+from ..errors import UserError, unknown
 from ..runs.store import load
 from ..recipe import Ladder, Rung, but, get_ladder, get_recipe, ladders
 from ..measure.table import Table, seconds
@@ -206,7 +206,7 @@ def ladder_recipes(name, # A ladder; with `Rung`s any recipe, or a function that
     if own in ladders(): ladder = get_ladder(own)
     names = [o.name for o in ladder.rungs]
     for o in rungs or ():
-        if o not in names: raise UserError(f'ladder {name} has no rung {o!r}. It has {", ".join(names)}')
+        if o not in names: raise UserError(f'ladder {name}: ' + unknown('rung', o, names))
     return ladder,[r for o,r in zip(names, ladder.recipes(**changes)) if not rungs or o in rungs]
 
 def _made_of(base, rungs):
