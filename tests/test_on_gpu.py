@@ -128,7 +128,7 @@ def test_tf32_and_cudnn_are_switched_for_the_fit(gpu):
         def before_batch(self): seen.append((torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()))
     before = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
     for tf32, want in ((True, 'high'), (False, 'highest'), (None, before[1])):
-        learn = bench_learner('digits-xresnet18', device='cuda', offline=True, workers=0, tf32=tf32)
+        learn = bench_learner('digits-xresnet18', device='cuda', offline=True, workers=0, batches=2, tf32=tf32)
         learn.add_cb(Look())
         with learn.no_bar(), learn.no_logging(): learn.fit(1)
         assert set(seen) == {(True, want)} and (torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()) == before

@@ -10,6 +10,7 @@ import tarfile
 import zipfile
 from configparser import ConfigParser
 from email import message_from_string
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ BY_HAND = {'__init__', '__main__', '_modidx'}
 def read(name): return (ROOT/name).read_text(encoding='utf-8')
 
 
+@cache  # read once: the tests ask hundreds of times
 def cells(path, kind): return [''.join(c['source']) for c in json.loads(path.read_text(encoding='utf-8'))['cells'] if c['cell_type'] == kind]
 
 
@@ -190,6 +192,7 @@ WINGS = """errors compat machine data rules recipe measure runs loops callback t
     command cli all showdoc""".split()
 
 
+@cache
 def rooms():
     "module -> its place: the number of the wing, the number of the notebook in it"
     found = {exported(o): int(re.match(r'\d+', o.name)[0]) for o in NBS if exported(o) and re.match(r'\d', o.name)}

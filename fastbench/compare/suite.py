@@ -111,7 +111,8 @@ def _about(self:Suite, machines):
     def each(f): return ' and '.join(dict.fromkeys(str(f(o)) for o in self.runs if f(o)))
     if self.runs:
         repeats = _REPEATED if any(r['n'] > 1 for r in self.rows) else _ONCE
-        yield f"here: {each(lambda o: o.data.get('name'))} on {each(lambda o: o.device.get('name'))}; {repeats}"
+        place = ' on '.join(filter(None, (each(lambda o: o.data.get('name')), each(lambda o: o.device.get('name')))))
+        yield f'here: {place}; {repeats}'
     if machines: yield f"{', '.join(machines)}: seconds of the fit, as its authors published them"
     left = [o for o in suites()[self.name] if o not in {r['recipe'] for r in self.rows}]
     if left: yield f"neither run nor published: {', '.join(left)}"
