@@ -269,7 +269,7 @@ def _check_whole(store, crop):
     for j,f in enumerate(store.fields):
         if crop and j == 0:
             if f.kind != 'image' or f.dtype != 'uint8' or f.mode not in ('RGB', 'L'):
-                raise UserError(f'whole=True crops images of bytes (RGB or L), not {f}')
+                raise UserError(f'whole=True crops images of bytes (RGB or L), not {f.exactly}')
         elif f.kind not in ('tensor', 'value'):
             raise UserError(f'whole=True cannot stack a field of {f}: use whole=False')
         elif not store.is_even(j):

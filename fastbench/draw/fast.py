@@ -59,7 +59,9 @@ def _fast_loader(dl, which, prefetch, **kwargs):
     res.rng.setstate(dl.rng.getstate())
     return res
 
-def _name(i): return 'training' if i == 0 else 'validation' if i == 1 else f'{i+1}th'
+_names = 'training','validation','third','fourth'
+
+def _name(i): return _names[i] if i < len(_names) else f'{i+1}th'
 
 # %% ../../nbs/draw/06_fast.ipynb #d23f3cc6
 def with_loaders(dls:DataLoaders, # Some

@@ -50,7 +50,7 @@ def _settings(fs):
 # %% ../../nbs/draw/18_swap.ipynb #bdc7efb2
 def _affine(f):
     if (f.mode,f.align_corners) != ('bilinear',True):
-        raise UserError(f'{f.name} samples with mode={f.mode!r}, align_corners={f.align_corners}')
+        raise UserError(f'{f.name.split()[0]} samples with mode={f.mode!r}, align_corners={f.align_corners}')
     got = _settings(f.aff_fs + f.coord_fs)
     if f.size is None and set(got) == {'flip'}: return BatchFlip(got['flip'])
     same = dict(flip=0., max_rotate=0., min_zoom=1., max_zoom=1., max_warp=0.)
@@ -63,7 +63,6 @@ def _erase(f):
     return BatchErase(f.p, f.sl, f.sh, f.min_aspect)
 
 _SWAPS = {AffineCoordTfm: _affine, LightingTfm: _colour, HSVTfm: _colour, RandomErasing: _erase}
-
 
 # %% ../../nbs/draw/18_swap.ipynb #0886ed16
 def faster_augment(f # A batch transform
