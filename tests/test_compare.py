@@ -133,6 +133,17 @@ def test_other_amounts_of_work_are_not_compared_by_the_seconds_of_a_fit(field, a
     assert any(f'did not do the same amount of work ({field} {a} / {b}), so seconds of the fit are not compared' in o for o in c.notes) and 'overall' not in c.title and 'a sample' in c.title
 
 
+def test_a_narrow_terminal_promises_no_column_that_is_empty():
+    from rich.console import Console
+    from fastbench.measure.table import Table
+    class Small(Table):
+        columns, drops = (('a', 'word', str), ('device', 'on the GPU', str), ('more', 'a long one', str)), ('device', 'more')
+        def __init__(self, rows): self.rows = rows
+    console = Console(width=12, file=io.StringIO())
+    console.print(Small([dict(a='a word', device=None, more='0123456789')]))
+    assert ' '.join(console.file.getvalue().split()).endswith('a wider terminal shows a long one, too')
+
+
 def test_a_narrow_terminal_gets_fewer_columns_and_whole_words():
     from rich.console import Console
     def shown(width):

@@ -183,7 +183,14 @@ def test_an_error_while_the_learner_is_made(monkeypatch):
 def test_an_error_in_a_loader_process_names_the_error(monkeypatch):
     monkeypatch.setattr(module, 'bench_learner', lambda *a, **k: (_ for _ in ()).throw(
         RuntimeError('Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  x\nOSError: broken image')))
-    assert train().error == 'RuntimeError: OSError: broken image'
+    assert train().error == 'OSError: broken image'
+
+
+def test_one_checkpoint_that_was_not_written_is_one():
+    import types
+    run = types.SimpleNamespace(warnings=[])
+    for failed in (['the disk is full'], ['the disk is full']*2): module._resumed(run, types.SimpleNamespace(failed=failed, resumed=[]))
+    assert [o.split(' could')[0] for o in run.warnings] == ['1 checkpoint', '2 checkpoints']
 
 
 def interrupt(o): raise KeyboardInterrupt

@@ -38,7 +38,8 @@ def _answer(host, needs):
     if not p.returncode: return
     said = [o for o in (p.stdout + p.stderr).splitlines() if o.strip()] or ['nothing']
     if p.returncode == 9: return f'{host} has no {said[0]}: are environment and folder shared by all machines?'
-    return f'{host} does not answer: ssh says {said[-1].strip()}. `ssh {host} true` has to work without a password'
+    why = said[-1].strip().rstrip('.')
+    return f'{host} does not answer: ssh says {why}. `ssh {host} true` has to work without a password'
 
 # %% ../../nbs/bench/08_hosts.ipynb #e3500c0a
 def check_hosts(hosts:list, # Names or addresses

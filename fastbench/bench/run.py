@@ -152,8 +152,8 @@ def _failed(run, e, device, r):
     "Record the error: its first line, or the last line if it comes from a loader process"
     lines = str(e).strip().splitlines()
     run.status = 'failed'
-    of_loader = 'Original Traceback' in str(e)
-    run.error = f'{type(e).__name__}: {lines[-1]}' if of_loader else explain(e, device, run.recipe.get('bs'))
+    of_loader = 'Original Traceback' in str(e)  # whose last line has the type of the error, too
+    run.error = lines[-1] if of_loader else explain(e, device, run.recipe.get('bs'))
     run.traceback = r.story(e)
 
 # %% ../../nbs/bench/01_run.ipynb #a32bd25e
@@ -260,7 +260,8 @@ def _stopped(watch, every): return watch.stopped or bool(every and every.stopped
 def _resumed(run, every):
     "Mark a training in parts, which is no timing"
     if every.failed:
-        run.warnings.append(f'{len(every.failed)} checkpoints could not be written ({every.failed[-1]}): a training '
+        n,s = len(every.failed),'' if len(every.failed) == 1 else 's'
+        run.warnings.append(f'{n} checkpoint{s} could not be written ({every.failed[-1]}): a training '
                             'that is killed loses what came after the last one that was')
     if not every.resumed: return
     run.resumed,run.seconds = dict(steps=every.resumed, seconds=every.seconds),None
@@ -270,7 +271,6 @@ def _resumed(run, every):
              'losses and metrics are those of one that was not')
     run.warnings.append(f'the training was interrupted and went on at step {steps}: {exact}, times are of its last '
                         'part alone and no timing')
-
 
 # %% ../../nbs/bench/01_run.ipynb #afff5e48
 def _goal(run, goal):

@@ -97,7 +97,8 @@ def __str__(self:TimeToAccuracy):
     n = len(self.history)
     if self.reached is not None:
         took = f'{self.seconds:.2f} s of training ({self.total_seconds:.2f} s with validation)'
-        return f'{self.metric} {self.reached:.4g} reached {self.target:g} after {self.epochs} epochs, {took}'
+        ends = '' if self.epochs == 1 else 's'
+        return f'{self.metric} {self.reached:.4g} reached {self.target:g} after {self.epochs} epoch{ends}, {took}'
     best = 'no value at all' if self.best is None else f'{self.best:.4g} at best'
     return f"{self.metric} never reached {self.target:g} in {n} epoch{'' if n == 1 else 's'}: {best}"
 

@@ -158,7 +158,8 @@ def __rich_console__(self:Table, console, options):
         if new and i: res.add_section()
         res.add_row(*map(Text, [''] + cells[1:] if new is False else cells), style='' if new is None else _style(row))
     yield res
-    left = [h for k,h,_ in self.columns if k in without]
+    there = self.cells()[0]
+    left = [h for k,h,_ in self.columns if k in without and h in there]
     if left: yield Text(f'a wider terminal shows {", ".join(left)}, too', style='dim')
     for i,o in enumerate(self.lines): yield Text(o, style='bold cyan' if i == 0 and self.verdict else '')
 
