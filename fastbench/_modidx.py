@@ -1279,6 +1279,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'fastbench.compat.fused_devices': ('compat.html#fused_devices', 'fastbench/compat.py'),
                                   'fastbench.compat.fused_sgd_': ('compat.html#fused_sgd_', 'fastbench/compat.py'),
                                   'fastbench.compat.linear_pointwise': ('compat.html#linear_pointwise', 'fastbench/compat.py'),
+                                  'fastbench.compat.of_checkpointing': ('compat.html#of_checkpointing', 'fastbench/compat.py'),
                                   'fastbench.compat.pause_stream': ('compat.html#pause_stream', 'fastbench/compat.py'),
                                   'fastbench.compat.profiler_is_on': ('compat.html#profiler_is_on', 'fastbench/compat.py'),
                                   'fastbench.compat.remember_pass': ('compat.html#remember_pass', 'fastbench/compat.py'),

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['foreach_add_', 'foreach_copy_', 'foreach_div_', 'foreach_lerp_', 'foreach_mul_', 'foreach_norm', 'fused_sgd_',
            'fused_devices', 'flash_attention', 'efficient_attention', 'linear_pointwise', 'resize_smooth',
-           'compile_tools', 'pause_stream', 'profiler_is_on', 'call_after_backward', 'without_subclasses',
-           'remember_pass']
+           'compile_tools', 'of_checkpointing', 'pause_stream', 'profiler_is_on', 'call_after_backward',
+           'without_subclasses', 'remember_pass']
 
 # %% ../nbs/00_compat.ipynb #b661f758
 from types import MethodType
@@ -70,6 +70,14 @@ def compile_tools():
     "The package behind torch.compile"
     import torch._dynamo.exc, torch._dynamo.utils
     return torch._dynamo
+
+# %% ../nbs/00_compat.ipynb #baf23c47
+def of_checkpointing(model, # A model of transformers, or one with the same methods
+                     name:str # With a gap: 'is_{}_checkpointing', '{}_checkpointing_enable'
+    ): # The attribute
+    "What a model of transformers has for gradient checkpointing, under its new or its old name"
+    new,old = (name.format(o) for o in ('activation', 'gradient'))
+    return getattr(model, new if hasattr(model, new) else old)
 
 # %% ../nbs/00_compat.ipynb #2e4b34b5
 def pause_stream(cycles:int # Of the device's clock

@@ -240,3 +240,16 @@ def test_a_model_that_is_there_keeps_its_outputs_and_attention():
     with pytest.raises(UserError, match='attn cannot change it'): hf_model(m, attn='eager')
     assert hf_model(m, n_out=3, attn=m.config._attn_implementation).hf is m.hf
     with pytest.raises(UserError, match='kind cannot change it'): find_task(SequenceClassification(['a', 'b']), kind='multi')
+
+
+@pytest.mark.parametrize('wrapped', [True, False])
+def test_checkpointing_goes_by_the_name_of_today(wrapped):
+    "transformers warns of the old names since 5.24"
+    from fastbench.callback.checkpointing import _own_switch
+    m = hf_model('gpt2-tiny', pretrained=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        off = _own_switch(m if wrapped else m.hf)()
+        assert m.is_gradient_checkpointing and _own_switch(m if wrapped else m.hf) is None
+        off()
+        assert not m.is_gradient_checkpointing

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..compat import NormBase
+from ..compat import NormBase, of_checkpointing
 from ..measure.lifecycle import DuringFit
 from .override import override
 from ..errors import UserError
@@ -94,9 +94,9 @@ def _own_switch(model):
     if any(isinstance(m, NormBase) for m in model.modules()): return None
     if getattr(model, 'supports_gradient_checkpointing', False):
         def on():
-            model.gradient_checkpointing_enable(dict(use_reentrant=False))
-            return model.gradient_checkpointing_disable
-        return None if model.is_gradient_checkpointing else on
+            of_checkpointing(model, '{}_checkpointing_enable')(dict(use_reentrant=False))
+            return of_checkpointing(model, '{}_checkpointing_disable')
+        return None if of_checkpointing(model, 'is_{}_checkpointing') else on
     if hasattr(model, 'set_grad_checkpointing') and not getattr(model, 'grad_checkpointing', False):
         def on():
             model.set_grad_checkpointing(True)

@@ -15,6 +15,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
+from ..compat import of_checkpointing
 from ..machine.download import DataUnavailable
 from ..machine.environment import memory_limit
 from ..errors import UserError, unknown
@@ -143,18 +144,17 @@ def supports_gradient_checkpointing(self:HFModel):
 @patch(as_prop=True)
 def is_gradient_checkpointing(self:HFModel):
     "Whether gradient checkpointing is on"
-    new = getattr(self.hf, 'is_activation_checkpointing', None)  # its name from transformers 5 on
-    return self.hf.is_gradient_checkpointing if new is None else new
+    return of_checkpointing(self.hf, 'is_{}_checkpointing')
 
 # %% ../../nbs/text/11_hf.ipynb #4c3d3e81
 @patch
 def gradient_checkpointing_enable(self:HFModel, *args):
     "Turn gradient checkpointing on; arguments as for transformers"
-    self.hf.gradient_checkpointing_enable(*args)
+    of_checkpointing(self.hf, '{}_checkpointing_enable')(*args)
 @patch
 def gradient_checkpointing_disable(self:HFModel):
     "Turn gradient checkpointing off"
-    self.hf.gradient_checkpointing_disable()
+    of_checkpointing(self.hf, '{}_checkpointing_disable')()
 
 # %% ../../nbs/text/11_hf.ipynb #4c8ada56
 auto_classes = { # Task: the transformers class with its head
