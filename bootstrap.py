@@ -266,12 +266,12 @@ def flags():
 
 
 def test(args):
-    "Notebooks, then pytest, each with more processes than cores, as some wait; both always run, the first failure is the exit code"
+    "Notebooks, then pytest, with a process more, as some tests wait; both always run, the first failure is the exit code"
     n, threads = crew()
     env, codes = dict({'OMP_NUM_THREADS': str(threads)}, **dict(os.environ, MPLBACKEND='agg')), []
     notebooks = [PYTHON, os.path.join(HERE, 'tests', 'notebooks.py')]
-    parts = [('notebooks', notebooks + flags() + ['--n-workers', str(n+1)], os.path.join(HERE, 'nbs')),
-             ('pytest', [PYTHON, '-m', 'pytest', '-n', str(n+2), '--dist', 'loadfile', '--no-loadscope-reorder'] + args, HERE)]
+    parts = [('notebooks', notebooks + flags() + ['--n-workers', str(n)], os.path.join(HERE, 'nbs')),
+             ('pytest', [PYTHON, '-m', 'pytest', '-n', str(n+1), '--dist', 'loadfile', '--no-loadscope-reorder'] + args, HERE)]
     for name, cmd, cwd in parts:
         start = time.time()
         codes.append(subprocess.call(cmd, cwd=cwd, env=env))

@@ -386,8 +386,8 @@ def test_test_runs_both_parts(boot, monkeypatch, codes, expect):
     monkeypatch.setattr(boot.mod.subprocess, 'call', fake)
     assert boot.mod.main(['test', '-k', 'one']) == expect
     (notebooks, where, threads), (pytests, there, _) = ran
-    assert notebooks[-4:] == ['--flags', 'bf16', '--n-workers', '4'] and where == 'nbs' and threads == '2'
-    assert pytests[-9:] == ['-m', 'pytest', '-n', '5', '--dist', 'loadfile', '--no-loadscope-reorder', '-k', 'one'] and there == 'a folder'
+    assert notebooks[-4:] == ['--flags', 'bf16', '--n-workers', '3'] and where == 'nbs' and threads == '2'
+    assert pytests[-9:] == ['-m', 'pytest', '-n', '4', '--dist', 'loadfile', '--no-loadscope-reorder', '-k', 'one'] and there == 'a folder'
 
 
 @pytest.mark.parametrize('printed, expect', [(b'True\n', ['--flags', 'bf16']), (b'False\n', []), (b'', [])])

@@ -182,7 +182,7 @@ def test_beside_airbench(monkeypatch, tmp_path, gpu):
     assert got['detail'] == 'fastbench 2.5, 2.5, 2.5 s, airbench94 3, 3.1, 3.2 s (to 94.0% at least)'
     assert asked == [('dawn-airbench', i, folder) for i in range(3)] and os.getcwd() == folder
     goal['reached'] = None
-    assert row()['verdict'] == 'failed' and row()['detail'] == '0 of 3 reached it: ok, ok, ok'
+    assert row()['verdict'] == 'failed' and row()['detail'] == '0 of 3 reached it: missed, missed, missed'
 
 
 def test_on_a_pretended_gpu(monkeypatch):
