@@ -1,6 +1,6 @@
-from fastbench.bench.child import no_collections
+from fastbench.bench.child import no_gc
 
-with no_collections(): from fastbench import cli
+with no_gc(): from fastbench import cli
 
 
 def main():

@@ -28,7 +28,7 @@ def browser():
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if not path: pytest.skip(f"none of {', '.join(NAMES)} is installed (Debian: apt install chromium)")
     with api.sync_playwright() as p:
-        args = ['--disable-gpu', '--disable-software-rasterizer', '--disable-gpu-compositing']  # nothing is shown: a sixth of the time less
+        args = ['--disable-gpu', '--disable-software-rasterizer', '--disable-gpu-compositing']  # no screen to paint on: saves a sixth of the time
         if hasattr(os, 'geteuid') and os.geteuid() == 0: args.append('--no-sandbox')
         b = p.chromium.launch(executable_path=path, args=args)
         yield b

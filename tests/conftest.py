@@ -16,7 +16,7 @@ def pytest_configure(): gc.disable()
 
 
 def pytest_collection_finish():
-    "No collection looks again at what imports and the collecting of tests made: each would take half a second"
+    "Garbage collections skip what imports and the search for tests have made: looking at it takes half a second each time"
     gc.freeze()
     gc.enable()
 

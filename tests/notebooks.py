@@ -49,7 +49,7 @@ def run_all(files, flags, n, way):
 def warm():
     """Imports what many notebooks need. Nothing of fastbench and no more of fastai, else a notebook that forgets an import would pass;
     and not transformers, which reads the environment when it is imported."""
-    gc.disable()  # imports make what stays: it is searched in vain
+    gc.disable()  # what imports make stays: there is nothing to collect
     for o in ('fastai.basics', 'matplotlib.pyplot', 'pandas', 'scipy.stats', 'sklearn.metrics', 'torch', 'torchvision'):
         import_module(o)
     threads = [o.name for o in threading.enumerate()]

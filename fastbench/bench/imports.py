@@ -6,6 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/bench/02_imports.ipynb #fb2a2c0f
-from .child import no_collections
+from .child import no_gc
 
-with no_collections(): from fastbench.bench.run import run_recipe
+with no_gc(): from fastbench.bench.run import run_recipe
