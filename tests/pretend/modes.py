@@ -12,6 +12,9 @@ WAITING = {o: o for o in 'equal allclose nonzero masked_select unique_dim unique
     '_local_scalar_dense': 'item', '_unique2': 'unique'} | dict.fromkeys(('_linalg_check_errors', '_linalg_eigh', '_linalg_svd'), 'linalg')
 INDEXING = {'index', '_unsafe_index', 'index_put', 'index_put_', '_index_put_impl_'}
 # Operations that take tensors of the host beside those of a device
+# What a GPU multiplies in 16 bits and adds up in 32: a processor without such instructions does it bit by bit, a hundred times slower
+PRODUCTS = {'mm', 'bmm', 'addmm', 'baddbmm', 'convolution', 'convolution_backward'}
+HALVES = torch.bfloat16, torch.float16
 MIXING = INDEXING | {'copy_', '_foreach_copy_', 'set_', '_pack_padded_sequence', 'tensor_split'}
 
 
@@ -33,6 +36,15 @@ def facts(f):
 def written(args, writes):
     "Ids of the tensors that an operation writes to"
     return {id(t) for i in writes if i < len(args) for t in tensors(args[i])}
+
+
+def in_fp32(f, args, kwargs):
+    "Products of 16-bit tensors, added up in 32 bits and rounded once, as a GPU does it"
+    half = next((t.dtype for t in tensors(args) if t.dtype in HALVES), None)
+    if half is None: return f(*args, **kwargs)
+    wide = [o.float() if isinstance(o, torch.Tensor) and o.dtype in HALVES else o for o in args]
+    res = f(*wide, **kwargs)
+    return tuple(o if o is None else o.to(half) for o in res) if isinstance(res, tuple) else res.to(half)
 
 
 class OfGpu:
@@ -138,7 +150,7 @@ class Operations(OfGpu, TorchDispatchMode):
         why = None if view else self.waits(name, args, kwargs)
         if not view: self.order(name, args, inputs, blocks, writes, stream)
         if why: gpu.wait(why, stream, device)
-        res = f(*args, **kwargs)
+        res = in_fp32(f, args, kwargs) if name in PRODUCTS else f(*args, **kwargs)
         for t in tensors(res):
             if gpu.block(t) is None or gpu.block(t).device is None:
                 b = gpu.mark(t, device)
