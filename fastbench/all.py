@@ -88,7 +88,8 @@ from .text.data import HFTextBlock, hf_dls
 from .text.kinds import LanguageModel, Transformer
 from .text.learner import hf_learner, load_hf_learner
 from .text.loader import TextDL
-from .text.rnn import lm_dls, rnn_learner
+from .text.rnn import rnn_learner
+from .text.words import lm_dls
 from .text.sources import load_text_source, source_tokenizer, train_tokenizer
 from .text.splitter import hf_splitter, layer_decay, layer_groups
 from .text.task import task_dls
