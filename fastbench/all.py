@@ -53,8 +53,10 @@ from .distributed.memory import strategy_memory
 from .train.muon import muon
 from .train.optimizer import foreach_adam, foreach_adamw, foreach_sgd, fused_adam, fused_adamw, fused_sgd
 from .errors import UserError
-from .recipe import Kind, Ladder, Recipe, Rung, but, get_ladder, get_recipe
-from .recipe import kinds, ladders, recipes, register, register_ladder, register_suite, suites
+from .ladders import Ladder, Rung, get_ladder
+from .recipe import Kind, Recipe, but, get_recipe
+from .ladders import ladders, register_ladder
+from .recipe import kinds, recipes, register, register_suite, suites
 from .compare.paired import compare_pairs, time_pairs
 from .runs.record import Run
 from .page.report import report

@@ -17,7 +17,8 @@ from textwrap import wrap
 from ..errors import UserError, plural, unknown
 from ..runs.query import export, select
 from ..own.source import is_own
-from ..recipe import ALWAYS_THERE, as_dict, get_ladder, get_recipe, ladders, recipes, suites
+from ..ladders import get_ladder, ladders
+from ..recipe import ALWAYS_THERE, as_dict, get_recipe, recipes, suites
 from ..runs.record import plain
 from ..runs.store import FOLDER, find
 from .options import Json, Out, argument, flag, given, option
