@@ -14,7 +14,7 @@ from convert import fence, linked
 
 GROUPS = dict(learners='Learners', measure='Measuring', callbacks='Callbacks', draw='Drawing batches', text='Text', vision='Vision', runs='Runs and statistics', cli='Command line',
               machine='The machine')
-WINGS = dict(train='learners', distributed='learners', bench='learners', own='learners', all='learners', experiments='learners', recipe='learners', rules='learners', data='learners', measure='measure', loops='measure', callback='callbacks', draw='draw',
+WINGS = dict(train='learners', distributed='learners', bench='learners', own='learners', all='learners', experiments='learners', recipe='learners', ladders='learners', rules='learners', data='learners', measure='measure', loops='measure', callback='callbacks', draw='draw',
              text='text', vision='vision', command='cli', cli='cli', machine='machine', selftest='machine')
 
 

@@ -103,20 +103,22 @@ def clock(x): return f'{x:,.4g} s' if x < 10000 else f'{x:,.0f} s'
 
 
 def recipe_names():
-    from fastbench.recipe import ladders, recipes, suites
+    from fastbench.ladders import ladders
+    from fastbench.recipe import recipes, suites
     return {*recipes(), *suites(), *ladders()}
 
 
 def recipes_page():
     "Every recipe, suite and ladder with what their authors measured"
     from fastbench import recipe as R
-    rungs = {f'{l.name}-{o.name}' for l in R.ladders().values() for o in l.rungs}
+    from fastbench.ladders import ladders
+    rungs = {f'{l.name}-{o.name}' for l in ladders().values() for o in l.rungs}
     single = {k: v for k, v in R.recipes().items() if k not in rungs}
     parts = ['# Recipes, suites and ladders', '> What can be run by name, with every setting that is not the default, and the figures that its authors published',
              'A published figure is of its author\'s machine and software. It is here to be set beside a Run, not to be reached: `fastbench run` prints it below what was measured.']
     parts += ['## Suites', 'A suite is a list of recipes. Each is trained in a process of its own, one after another.', fence('fastbench run quick', 'sh'),
               table(['Suite', 'Recipes', 'Each with'], *((f'<a id="{k}"></a>{code(k)}', ', '.join(f'[`{o}`](#{o})' for o in v),
-                                                           '; '.join(', '.join(f'`{a}={b!r}`' for a, b in o.items()) for o in R._variants.get(k, ()) if o)) for k, v in R.suites().items() if k not in R.ladders()))]
+                                                           '; '.join(', '.join(f'`{a}={b!r}`' for a, b in o.items()) for o in R._variants.get(k, ()) if o)) for k, v in R.suites().items() if k not in ladders()))]
     parts.append('## Recipes')
     for k, r in single.items():
         said = {o.name: getattr(r, o.name) for o in fields(r) if o.name not in ('name', 'about') and getattr(r, o.name) != o.default}
@@ -124,7 +126,7 @@ def recipes_page():
         parts += [f'### `{k}` {{#{k} .symbol}}', sentence(r.about), fence(f'fastbench run {k}', 'sh'), f'[`{type(r).__name__}`](#fields-{type(r).__name__}): ' + ', '.join(f'`{a}={brief(b)}`' for a, b in said.items()),
                   table(['Published on', 'Precision', 'Batch', 'Fit', 'Accuracy'], *((o['machine'], o['precision'], o.get('bs') or '', clock(o['seconds']), f"{o['accuracy']:.2%}" if o.get('accuracy') else '') for o in figures))]
     parts += ['## Ladders', 'A ladder is a recipe and named changes, each on top of those before. Every rung is trained to the target.']
-    for k, l in R.ladders().items():
+    for k, l in ladders().items():
         some = [bool(o.seconds) for o in l.rungs]
         rows = [(f'<a id="{k}-{o.name}"></a>{code(o.name)}', o.about[:1].upper() + o.about[1:], ', '.join(f'`{a}={brief(b)}`' for a, b in o.changes.items()),
                  *((clock(o.seconds) if o.seconds else '', f'{o.accuracy:.2%}' if o.accuracy else '') if any(some) else ())) for o in l.rungs]

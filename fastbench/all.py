@@ -53,8 +53,10 @@ from .distributed.memory import strategy_memory
 from .train.muon import muon
 from .train.optimizer import foreach_adam, foreach_adamw, foreach_sgd, fused_adam, fused_adamw, fused_sgd
 from .errors import UserError
-from .recipe import Kind, Ladder, Recipe, Rung, but, get_ladder, get_recipe
-from .recipe import kinds, ladders, recipes, register, register_ladder, register_suite, suites
+from .ladders import Ladder, Rung, get_ladder
+from .recipe import Kind, Recipe, but, get_recipe
+from .ladders import ladders, register_ladder
+from .recipe import kinds, recipes, register, register_suite, suites
 from .compare.paired import compare_pairs, time_pairs
 from .runs.record import Run
 from .page.report import report
@@ -88,7 +90,8 @@ from .text.data import HFTextBlock, hf_dls
 from .text.kinds import LanguageModel, Transformer
 from .text.learner import hf_learner, load_hf_learner
 from .text.loader import TextDL
-from .text.rnn import lm_dls, rnn_learner
+from .text.rnn import rnn_learner
+from .text.words import lm_dls
 from .text.sources import load_text_source, source_tokenizer, train_tokenizer
 from .text.splitter import hf_splitter, layer_decay, layer_groups
 from .text.task import task_dls

@@ -8,7 +8,8 @@ __all__ = []
 # %% ../nbs/03_experiments.ipynb #53604435
 from dataclasses import replace
 
-from .recipe import Rung, get_recipe, register, register_ladder, register_suite
+from .ladders import Rung, register_ladder
+from .recipe import get_recipe, register, register_suite
 from .text.kinds import LanguageModel, Transformer
 from .vision.kinds import Small, Timm, Torchvision, XResNet
 

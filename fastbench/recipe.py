@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['ALWAYS_THERE', 'Recipe', 'kinds', 'check_field', 'Kind', 'but', 'as_dict', 'defaults_of', 'upgrade', 'register',
-           'register_suite', 'recipes', 'suites', 'published', 'processes_of', 'machines_of', 'typical_seconds',
-           'finder', 'get_recipe', 'expand', 'Rung', 'Ladder', 'register_ladder', 'ladders', 'get_ladder']
+           'register_suite', 'recipes', 'suites', 'published', 'typical_seconds', 'finder', 'get_recipe', 'expand']
 
 # %% ../nbs/02_recipe.ipynb #fe892491
 import traceback
@@ -247,7 +246,7 @@ def upgrade(was:dict # Fields as a Run has them, of this version or an older one
     return dict(kind=cls.__name__) | {k: v for k,v in was.items() if k in cls.__dataclass_fields__}
 
 # %% ../nbs/02_recipe.ipynb #4a49ba41
-_registry, _suites, _published, _variants, _ladders, _typical, _processes = {}, {}, {}, {}, {}, {}, {}
+_registry, _suites, _published, _variants, _typical = {}, {}, {}, {}, {}
 
 def _take(name):
     _load()
@@ -288,19 +287,6 @@ def published(name:str # A recipe's name
     "Return the figures of a recipe's authors"
     _load()
     return list(_published.get(name, ()))
-
-def processes_of(name:str # A recipe's name
-    )->tuple: # In all; how they share the model, '' for one process
-    "Return how many processes a training is intended for"
-    _load()
-    nproc,strategy,nodes = _processes.get(name, (1, '', 1))
-    return nproc*nodes,strategy
-
-def machines_of(name:str # A recipe's name
-    )->int:
-    "Return how many machines a training is intended for"
-    _load()
-    return _processes.get(name, (1, '', 1))[2]
 
 def typical_seconds(recipe:Recipe # As it is to be run
     )->float|None: # Of its fit, on two cores; None where nobody said
@@ -344,52 +330,3 @@ def expand(names # Names of recipes and suites, mixed
         if o not in known: return [_ask_finders(o) or _no_recipe(o, 'recipe or suite', known)]
         return [get_recipe(r, **v) for r in _suites.get(o, (o,)) for v in _variants.get(o, ({},))]
     return [r for o in names for r in each(o)]
-
-# %% ../nbs/02_recipe.ipynb #af46f4a4
-@dataclass(frozen=True)
-class Rung:
-    "A named change of a recipe"
-    name: str # How it is called: `bigger-batch`
-    about: str # What was changed, in a few words
-    changes: dict # New values of the recipe's fields
-    seconds: float|None = None # What its author measured
-    accuracy: float|None = None # Share of the validation set, likewise
-    nproc: int = 1 # Processes of each machine that train together
-    strategy: str = '' # How they share the model; '': 'ddp', if there are several
-    nodes: int = 1 # Machines; several are Slurm's, or named by the user
-
-@dataclass(frozen=True)
-class Ladder:
-    "A recipe and what was changed, one after another"
-    name: str # How it is called
-    about: str # One sentence, the machine of the published figures in it
-    rungs: tuple # `Rung`s; the first is where it starts
-
-    def recipes(self, **changes)->list: # One recipe a rung, each with all changes up to it
-        "The recipes of the rungs, with `changes` in all of them"
-        return [get_recipe(f'{self.name}-{o.name}', **changes) for o in self.rungs]
-
-# %% ../nbs/02_recipe.ipynb #b82facea
-def register_ladder(base:Recipe, # Where it starts; its name is the ladder's
-                    *rungs:Rung, # In order
-    )->Ladder:
-    "Register a ladder, the recipes of its rungs and their suite"
-    recipe = base
-    for o in rungs:
-        recipe = but(recipe, name=f'{base.name}-{o.name}', about=o.about, **o.changes)
-        register(recipe)
-        _processes[recipe.name] = o.nproc,o.strategy or ('ddp' if o.nproc*o.nodes > 1 else ''),o.nodes
-    register_suite(base.name, *(f'{base.name}-{o.name}' for o in rungs))
-    _ladders[base.name] = Ladder(base.name, base.about, rungs)
-    return _ladders[base.name]
-
-def ladders()->dict: # Name -> `Ladder`
-    "All registered ladders"
-    _load()
-    return dict(_ladders)
-
-def get_ladder(name:str # As `ladders` has it
-    )->Ladder:
-    "A ladder by name"
-    if name not in ladders(): raise UserError(unknown('ladder', name, list(_ladders)))
-    return _ladders[name]

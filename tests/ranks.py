@@ -24,7 +24,8 @@ from fastbench.draw.loader import PoolDL
 from fastbench.text.data import hf_dls
 from fastbench.text.learner import hf_learner
 from fastbench.text.qa import QuestionAnswering
-from fastbench.text.rnn import lm_dls, rnn_learner
+from fastbench.text.rnn import rnn_learner
+from fastbench.text.words import lm_dls
 from fastbench.text.seq2seq import Summarization
 from fastbench.text.task import task_dls
 from fastbench.text.tokenize import by_text

@@ -19,7 +19,8 @@ from fastbench.bench.learner import bench_learner
 from fastbench.train.muon import MuonSGD, muon, orthogonal
 from fastbench.measure.phases import Profile, step_columns, to_dict
 from fastbench.errors import UserError
-from fastbench.recipe import Rung, but, get_ladder, get_recipe, ladders, register_ladder, suites
+from fastbench.ladders import Rung, get_ladder, ladders, register_ladder
+from fastbench.recipe import but, get_recipe, suites
 from fastbench.runs.record import Run, from_json
 from fastbench.bench.run import run_recipe
 from fastbench.train.learner import BenchLearner
@@ -444,8 +445,8 @@ def test_a_ladder_of_ones_own():
         with pytest.raises(UserError, match='registered already'): register_ladder(base, Rung('first', '', {}))
         with pytest.raises(UserError, match='unknown field'): register_ladder(but(base, name='other'), Rung('first', '', dict(batch=1)))
     finally:
-        from fastbench import recipe
-        recipe._ladders.pop('mine-ladder'), recipe._suites.pop('mine-ladder')
+        from fastbench import ladders as of_ladders, recipe
+        of_ladders._ladders.pop('mine-ladder'), recipe._suites.pop('mine-ladder')
         for o in ('first', 'bigger', 'faster'): recipe._registry.pop(f'mine-ladder-{o}')
 
 

@@ -143,7 +143,8 @@ def test_commands_are_those_of_the_command_line(built):
 
 
 def test_recipes_are_those_of_the_registry(built):
-    from fastbench.recipe import ladders, published, recipes, suites
+    from fastbench.ladders import ladders
+    from fastbench.recipe import published, recipes, suites
     text = (built[0]/'reference/recipes.md').read_text(encoding='utf-8')
     html = (built[0]/'reference/recipes.html').read_text(encoding='utf-8')
     for o in recipes(): assert f'id="{o}"' in html, o
@@ -170,7 +171,8 @@ def test_the_reference_begins_with_the_names_that_users_need(built):
 def test_every_recipe_and_field_has_an_example(docs, built):
     import shlex
     from fastbench.command.options import field
-    from fastbench.recipe import Recipe, but, check_field, kinds, ladders, recipes
+    from fastbench.ladders import ladders
+    from fastbench.recipe import Recipe, but, check_field, kinds, recipes
     text, made, n = (built[0]/'reference/recipes.md').read_text(encoding='utf-8'), docs('reference').own_fields(), 0
     rungs = {f'{l.name}-{o.name}' for l in ladders().values() for o in l.rungs}
     for o in recipes(): assert o in rungs or f'\nfastbench run {o}\n' in text, o

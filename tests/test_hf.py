@@ -253,3 +253,16 @@ def test_checkpointing_goes_by_the_name_of_today(wrapped):
         assert m.is_gradient_checkpointing and _own_switch(m if wrapped else m.hf) is None
         off()
         assert not m.is_gradient_checkpointing
+
+
+def test_a_model_that_is_there_keeps_its_head():
+    from transformers import AutoModel
+    m = hf_model('bert-tiny', 'token-classification', pretrained=False, n_out=3)
+    assert hf_model(m, 'token-classification').hf is m.hf
+    with pytest.raises(UserError, match="a BertForTokenClassification with the head for token-classification, and the task is sequence-classification: .*say task='token-classification'"): hf_model(m)
+    with pytest.raises(UserError, match='a BertModel with no head, and the task is causal-lm: make it with AutoModelForCausalLM$'):
+        hf_model(AutoModel.from_config(m.config), 'causal-lm')
+    t5 = hf_model('t5-tiny', 'seq2seq', pretrained=False)
+    assert hf_model(t5, 'summarization').hf is t5.hf
+    own = type('Own', (type(m.hf),), {})(m.config)
+    assert hf_model(own, 'token-classification').hf is own

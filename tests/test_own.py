@@ -20,7 +20,8 @@ from fastbench.own.call import check_returned
 from fastbench.own.kind import Function
 from fastbench.own.source import find_source, origin
 from fastbench.own.worktree import at_commit
-from fastbench.recipe import Rung, as_dict, but, get_recipe
+from fastbench.ladders import Rung
+from fastbench.recipe import as_dict, but, get_recipe
 from fastbench.runs.store import load
 from fastbench.train.loop import FastLoop
 from test_cli import command

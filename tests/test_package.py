@@ -22,7 +22,7 @@ NBS = sorted((ROOT/'nbs').rglob('[!._]*.ipynb'))
 TORCH_FREE = '''
     errors rules experiments measure.bound vision.images vision.kinds vision.sources text.kinds text.sources text.split
     draw.kept data.place data.fingerprint data.table data.folders data.parts data.images data.texts
-    recipe runs.figures runs.record machine.environment machine.noise compare.doctor measure.phases
+    recipe ladders runs.figures runs.record machine.environment machine.noise compare.doctor measure.phases
     measure.palette measure.table compare.ladder compare.precision runs.store runs.query bench.child bench.launch
     compare.verdict compare.sides compare.runs compare.ab page.charts page.html page.raw page.sections page.details
     page.report command.terminal cli machine.download'''.split()
@@ -188,7 +188,7 @@ def test_parses_on_the_oldest_python(path):
 # Rooms
 
 # Each wing knows only those before it; within a wing a room knows lower numbers
-WINGS = """errors compat machine data rules recipe measure runs loops callback train distributed draw text vision experiments own bench compare page selftest
+WINGS = """errors compat machine data rules recipe ladders measure runs loops callback train distributed draw text vision experiments own bench compare page selftest
     command cli all showdoc""".split()
 
 

@@ -15,7 +15,7 @@ from fastai.distributed import DistributedDL
 
 from fastbench.errors import UserError
 from fastbench.text.loader import TextDL
-from fastbench.text.rnn import BPTTLoader
+from fastbench.text.words import BPTTLoader
 from ranks import FSDP
 from started import outcome
 from test_text_data import WORDS, make_tokenizer

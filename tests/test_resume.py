@@ -41,7 +41,8 @@ from fastbench.runs.record import from_json
 from fastbench.runs.store import load
 from fastbench.text.data import hf_dls
 from fastbench.text.learner import hf_learner
-from fastbench.text.rnn import lm_dls, rnn_learner
+from fastbench.text.rnn import rnn_learner
+from fastbench.text.words import lm_dls
 from fastbench.train.checkpoint import HEADER, STATE, checkpoints, read_header, read_state
 from fastbench.train.learner import BenchLearner
 from fastbench.train.muon import muon

@@ -11,7 +11,8 @@ from fastbench.train.batch_size import BatchSize
 from fastbench.callback.compiling import Compile
 from fastbench.callback.ema import EMACallback
 from fastbench.errors import UserError
-from fastbench.text.rnn import (BPTTLoader, Penalties, WordVocab, generate, lm_dls, rnn_archs, rnn_learner, word_lm, word_tokens)
+from fastbench.text.rnn import Penalties, generate, rnn_archs, rnn_learner, word_lm
+from fastbench.text.words import BPTTLoader, WordVocab, lm_dls, word_tokens
 from fastbench.text.sources import Texts, TextSet, text_sources
 
 SMALL = dict(n_emb=16, n_hid=16, n_layers=2)

@@ -5,7 +5,8 @@ import torch
 from fastbench.errors import UserError
 from fastbench.bench.run import run_recipe
 from fastbench.compare.ladder import LadderTable, about_input, ladder_recipes
-from fastbench.recipe import get_ladder, get_recipe, ladders
+from fastbench.ladders import get_ladder, ladders
+from fastbench.recipe import get_recipe
 
 CHANGES = dict(sample=.06, workers=0)
 

@@ -10,7 +10,8 @@ from fastbench.compare.scaling import ScalingTable, efficiency, scaling_starts
 from fastbench.compare.sides import NotComparable
 from fastbench.compare.suite import suite_table
 from fastbench.errors import UserError
-from fastbench.recipe import get_ladder, get_recipe
+from fastbench.ladders import get_ladder
+from fastbench.recipe import get_recipe
 from fastbench.runs.record import Run
 
 
@@ -98,7 +99,7 @@ def test_rungs_of_several_processes_are_on_purpose():
 
 def test_a_rung_that_is_refused_leaves_the_others(monkeypatch, tmp_path):
     from fastbench.compare.ladder import ladder
-    from fastbench.recipe import Rung
+    from fastbench.ladders import Rung
     from fastbench.runs.store import save
     def start(self, r, folder, repeat, **kw):
         if r.name.endswith('-ddp'): raise UserError('process 1 of this machine has no GPU')

@@ -7,7 +7,8 @@ import torch
 from fastbench.compare.ladder import LadderTable, ladder_recipes
 from fastbench.bench.learner import bench_learner
 from fastbench.errors import UserError
-from fastbench.recipe import get_ladder, get_recipe, recipes, suites
+from fastbench.ladders import get_ladder
+from fastbench.recipe import get_recipe, recipes, suites
 from fastbench.bench.processes import Starter
 from fastbench.bench.run import run_recipe
 from fastbench.runs.store import load

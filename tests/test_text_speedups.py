@@ -16,7 +16,8 @@ from fastbench.measure.loader import batch_size
 from fastbench.text.data import hf_dls
 from fastbench.text.learner import HFLearner, hf_learner
 from fastbench.text.qa import QuestionAnswering
-from fastbench.text.rnn import lm_dls, rnn_learner
+from fastbench.text.rnn import rnn_learner
+from fastbench.text.words import lm_dls
 from fastbench.text.seq2seq import Summarization, Translation
 from fastbench.text.task import task_dls
 from fastbench.text.tokens import TokenClassification

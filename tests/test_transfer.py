@@ -8,7 +8,7 @@ from fastai.data.load import DataLoader
 from fastai.torch_core import TensorImage
 from transformers import BatchEncoding
 
-from fastbench.text.rnn import lm_dls
+from fastbench.text.words import lm_dls
 from fastbench.measure.loader import on_copy
 from fastbench.train.transfer import CopiesAhead, batches_on, pinned, put
 from fastbench.vision.augment import augmented, prepare, prepare_on

@@ -31,7 +31,8 @@ from fastbench.callback.target import TimeToAccuracy
 from fastbench.callback.tta import FlipTTA
 from fastbench.bench.learner import bench_learner
 from fastbench.errors import UserError
-from fastbench.recipe import processes_of, recipes
+from fastbench.ladders import processes_of
+from fastbench.recipe import recipes
 from fastbench.text import recipes as text_recipes
 from fastbench.train.resume import CheckpointEvery
 from pretend import pretend

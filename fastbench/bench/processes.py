@@ -16,7 +16,8 @@ from .launch import GRACE, CannotStart, Signals, failed_run, outcome
 from ..distributed.board import Board, blame
 from ..errors import UserError, unknown
 from ..machine.environment import worker_cores
-from ..recipe import get_recipe, machines_of, processes_of
+from ..ladders import machines_of, processes_of
+from ..recipe import get_recipe
 from ..runs.store import FOLDER, check_folder
 from ..runs.unfinished import checkpoint_options
 

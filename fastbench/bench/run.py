@@ -30,7 +30,7 @@ from .failure import explain
 from .learner import bench_learner
 from ..machine.noise import glance, machine_state, noise, warnings_between
 from ..measure.phases import to_dict
-from ..errors import UserError
+from ..errors import UserError, plural
 from ..data.place import without_paths
 from ..recipe import Recipe, as_dict, get_recipe
 from ..runs.record import Run, plain
@@ -260,8 +260,8 @@ def _stopped(watch, every): return watch.stopped or bool(every and every.stopped
 def _resumed(run, every):
     "Mark a training in parts, which is no timing"
     if every.failed:
-        n,s = len(every.failed),'' if len(every.failed) == 1 else 's'
-        run.warnings.append(f'{n} checkpoint{s} could not be written ({every.failed[-1]}): a training '
+        n = plural(len(every.failed), 'checkpoint')
+        run.warnings.append(f'{n} could not be written ({every.failed[-1]}): a training '
                             'that is killed loses what came after the last one that was')
     if not every.resumed: return
     run.resumed,run.seconds = dict(steps=every.resumed, seconds=every.seconds),None

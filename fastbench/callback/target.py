@@ -15,7 +15,7 @@ from fastai.learner import Recorder
 from fastcore.basics import patch
 
 from ..measure.lifecycle import DuringFit
-from ..errors import UserError, unknown
+from ..errors import UserError, plural, unknown
 
 # %% ../../nbs/callback/05_target.ipynb #7a15def8
 class TimeToAccuracy(DuringFit):
@@ -97,10 +97,9 @@ def __str__(self:TimeToAccuracy):
     n = len(self.history)
     if self.reached is not None:
         took = f'{self.seconds:.2f} s of training ({self.total_seconds:.2f} s with validation)'
-        ends = '' if self.epochs == 1 else 's'
-        return f'{self.metric} {self.reached:.4g} reached {self.target:g} after {self.epochs} epoch{ends}, {took}'
+        return f'{self.metric} {self.reached:.4g} reached {self.target:g} after {plural(self.epochs, "epoch")}, {took}'
     best = 'no value at all' if self.best is None else f'{self.best:.4g} at best'
-    return f"{self.metric} never reached {self.target:g} in {n} epoch{'' if n == 1 else 's'}: {best}"
+    return f"{self.metric} never reached {self.target:g} in {plural(n, 'epoch')}: {best}"
 
 # %% ../../nbs/callback/05_target.ipynb #8f5aec9d
 _kept = 'best', 'history', 'reached', 'seconds', 'total_seconds', 'epochs', '_validating', '_trained'

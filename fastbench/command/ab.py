@@ -14,6 +14,7 @@ import typer
 
 from .compare import gate, print_compared
 from ..runs.store import FOLDER
+from ..errors import plural
 from fastbench.command.options import (
     Anyway, Device, FailAbove, Json, Markdown, Nproc, Offline, Out, Strategy, Threshold, argument, field, flag,
     option, placed)
@@ -90,5 +91,5 @@ def _measure(trial):
     except (Interrupted, KeyboardInterrupt) as e:
         n = len(trial.a)
         kept = f'; their Runs are kept in {trial.folder}' if n else ''
-        say(f"fastbench: interrupted after {n} whole pair{'s'*(n != 1)}{kept}")
+        say(f"fastbench: interrupted after {plural(n, 'whole pair')}{kept}")
         return 128 + getattr(e, 'signum', 2)

@@ -14,10 +14,11 @@ from enum import Enum
 from pathlib import Path
 from textwrap import wrap
 
-from ..errors import UserError, unknown
+from ..errors import UserError, plural, unknown
 from ..runs.query import export, select
 from ..own.source import is_own
-from ..recipe import ALWAYS_THERE, as_dict, get_ladder, get_recipe, ladders, recipes, suites
+from ..ladders import get_ladder, ladders
+from ..recipe import ALWAYS_THERE, as_dict, get_recipe, recipes, suites
 from ..runs.record import plain
 from ..runs.store import FOLDER, find
 from .options import Json, Out, argument, flag, given, option
@@ -177,4 +178,4 @@ def export_(file:argument(Path, 'File to write; its ending, .csv or .parquet, se
                        until=until, status=status)
     found,bad = export(file, out, steps=steps, last=n, **filters)
     _tell(bad)
-    print(f"{found} Run{'' if found == 1 else 's'} written to {file}")
+    print(f"{plural(found, 'Run')} written to {file}")

@@ -12,7 +12,7 @@ from pathlib import Path
 import typer
 
 from ..errors import UserError
-from ..recipe import Rung, ladders
+from ..ladders import Rung, ladders
 from ..runs.store import FOLDER, check_folder, load
 from .options import (
     Device, Json, LabelCol, Markdown, Nproc, Offline, Out, Precision, Strategy, TextCol, Valid, argument, field,

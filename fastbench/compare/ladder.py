@@ -15,7 +15,8 @@ from ..measure.phases import middle
 from .precision import warned
 from ..errors import UserError, unknown
 from ..runs.store import load
-from ..recipe import Ladder, Rung, but, get_ladder, get_recipe, ladders
+from ..ladders import Ladder, Rung, get_ladder, ladders
+from ..recipe import but, get_recipe
 from ..measure.table import Table, seconds
 from .verdict import compare_times
 

@@ -10,7 +10,8 @@ from fastcore.basics import patch
 
 from ..measure.phases import middle
 from ..errors import UserError
-from ..recipe import as_dict, processes_of, published, recipes
+from ..ladders import processes_of
+from ..recipe import as_dict, published, recipes
 from ..measure.table import Table, rate, seconds
 
 # %% ../../nbs/compare/04_precision.ipynb #296379a7

@@ -13,7 +13,7 @@ from textwrap import wrap
 from fastcore.basics import patch
 
 from ..measure.phases import middle
-from ..errors import UserError
+from ..errors import UserError, plural
 from ..runs.record import when
 from .price import check_price, cost_lines, costs
 from .sides import NotComparable, differences, is_intended, load_side, run_values, said, shared_keys
@@ -36,7 +36,7 @@ def _ok(run): return run.status == 'ok' and bool(run.seconds)
 
 def _left_out(n, why, pairs):
     if not n: return []
-    return [f"{n} Run{'s' if n > 1 else ''} left out ({why}" + ('; of a pair both)' if pairs else ')')]
+    return [f"{plural(n, 'Run')} left out ({why}" + ('; of a pair both)' if pairs else ')')]
 
 def _good(a, b, paired):
     "The Runs that went well, whether they are pairs, and what was left out"
@@ -221,8 +221,8 @@ def shown(self:Compared, r): # r: of `rows`
 def _how(self:Compared, a, b):
     "How the runs were taken, and what a verdict means"
     n = min(len(a), len(b))
-    apart = f"{len(a)} and {len(b)} run{'s'*(len(b) > 1)}, not in pairs (Welch)"
-    yield ((f'{n} pair{"s"*(n > 1)}, run in turns' if self.paired else apart) + ': figures are means of the runs, '
+    apart = f"{len(a)} and {plural(len(b), 'run')}, not in pairs (Welch)"
+    yield ((f"{plural(n, 'pair')}, run in turns" if self.paired else apart) + ': figures are means of the runs, '
            'changes percent of the time (memory, samples/s) of A')
     if n < MIN_RUNS: yield f'no verdicts: they need {MIN_RUNS} runs a side'
     else:

@@ -14,7 +14,7 @@ from .ladder import rounds
 from .precision import warned
 from .sides import NotComparable, differences, said
 from .verdict import compare_times
-from ..errors import UserError, unknown
+from ..errors import UserError, plural, unknown
 from ..machine.environment import worker_cores
 from ..measure.phases import middle
 from ..measure.table import Table, rate
@@ -168,7 +168,7 @@ def _about(self:ScalingTable):
     threads = {o.environment.get('torch', {}).get('threads') for o in self.runs} - {None}
     if len(threads) == 1 and self.runs[0].device.get('kind') == 'cpu':
         each = threads.pop()
-        yield f"a device is here a process that computes with {each} thread{'s'*(each > 1)}"
+        yield f"a device is here a process that computes with {plural(each, 'thread')}"
     few = min((n for n in map(_steps, self.runs) if n), default=None)
     if few and few < 20: yield f'only {few} steps were timed in the shortest Run: more epochs make it surer'
 
@@ -180,7 +180,8 @@ def _trouble(self:ScalingTable):
     if self.rows[0]['processes'] > 1: yield 'no Run of one process, so no efficiency'
     usable,most = self.runs[0].environment.get('cores', {}).get('usable'),self.rows[-1]['processes']
     if usable and most > usable and self.runs[0].device.get('kind') == 'cpu':
-        yield f'{most} processes on {usable:g} cores take turns: their efficiency is at most {usable/most:.0%}'
+        cores = 'one core' if usable == 1 else f'{usable:g} cores'
+        yield f'{most} processes on {cores} take turns: their efficiency is at most {usable/most:.0%}'
     yield from warned(self.runs, several=True)
 
 # %% ../../nbs/compare/09_scaling.ipynb #5d5c2e50

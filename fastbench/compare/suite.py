@@ -13,7 +13,8 @@ from fastcore.basics import patch
 from .ladder import LadderTable, train_all
 from .precision import Precisions, medians, warned
 from ..errors import UserError, unknown
-from ..recipe import as_dict, expand, get_ladder, get_recipe, ladders, published, suites
+from ..ladders import get_ladder, ladders
+from ..recipe import as_dict, expand, get_recipe, published, suites
 from ..runs.record import plain
 from ..runs.store import FOLDER
 from ..measure.table import Table, rate, seconds

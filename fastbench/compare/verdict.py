@@ -13,7 +13,7 @@ from math import exp, expm1, floor, isfinite, lgamma, log, log1p, sqrt
 from statistics import NormalDist, mean, median, variance
 
 from ..measure.phases import outliers
-from ..errors import UserError
+from ..errors import UserError, plural
 
 # %% ../../nbs/compare/00_verdict.ipynb #a8d71f7a
 def _fraction(a, b, x):
@@ -184,7 +184,7 @@ def _limit(threshold):
     return log1p(threshold)
 
 # %% ../../nbs/compare/00_verdict.ipynb #22f8c5f5
-def _runs(v): return f"{v.n} pair{'s' if v.n > 1 else ''}" if v.paired else f'{v.n} and {v.n_b} runs'
+def _runs(v): return plural(v.n, 'pair') if v.paired else f'{v.n} and {v.n_b} runs'
 
 def _judge(v, family=1):
     "The verdict for the p values"
@@ -201,7 +201,7 @@ def _judge(v, family=1):
             why = f'cannot tell: alone it would be a verdict, but one of {family} comparisons can be chance'
     if word in ('faster', 'slower') and v.robust_low <= 1 <= v.robust_high:
         why += '; the robust interval holds no difference, too'
-    if v.outliers: why += f"; {v.outliers} outlier{'s' if v.outliers > 1 else ''} counted in"
+    if v.outliers: why += f"; {plural(v.outliers, 'outlier')} counted in"
     if v.se is not None and v.se < 1e-12 and not small: why += '; the values do not vary: were they measured?'
     return replace(v, verdict=word, why=why)
 

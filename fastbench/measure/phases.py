@@ -14,7 +14,7 @@ from statistics import median
 
 from fastcore.basics import patch
 
-from ..errors import UserError
+from ..errors import UserError, plural
 
 # %% ../../nbs/measure/00_phases.ipynb #e183e209
 SYNCS = ('buffer_sync', 'loss_sync', 'gradient_sync', 'step_sync') # exchanges between processes in a step
@@ -300,7 +300,7 @@ def padding(profile:Profile # Measurements
 # %% ../../nbs/measure/00_phases.ipynb #776fc653
 def _warm_note(profile):
     warm = sum(stats(log, 'warmup')['calls'] for log in profile.steps.values())
-    steps = f"{warm} warm-up step{'s' if warm > 1 else ''}"
+    steps = plural(warm, 'warm-up step')
     return warm and f'{steps} (first batch, compilation): in calls and total, not in mean and std'
 
 def _token_note(profile):

@@ -11,10 +11,11 @@ from statistics import mean
 
 from .charts import (ceiling, curve, peaks_of, plot_accuracy, plot_distribution, plot_memory, plot_phases,
                               plot_timeline, step_means, steps_of)
+from ..errors import plural
 from .html import download, file_name, fold, h, shortened, table
 from ..measure.palette import series
 from .raw import epochs_csv, runs_csv, shared_fields, steps_csv
-from .sections import Shown, _first_of, _mib, _picture, format_metric, plural, section
+from .sections import Shown, _first_of, _mib, _picture, format_metric, section
 from ..measure.table import Table, rate, seconds
 
 # %% ../../nbs/page/04_details.ipynb #b21284f2

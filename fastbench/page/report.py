@@ -17,8 +17,8 @@ from . import details  # adds its sections to the list
 from .charts import metric_of
 from .html import h, page, shortened
 from .raw import seen
-from ..errors import UserError
-from .sections import SECTIONS, Shown, Side, plural
+from ..errors import UserError, plural
+from .sections import SECTIONS, Shown, Side
 from ..compare.sides import differences, load_side, work
 from ..runs.store import FOLDER, write_whole
 

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..measure.phases import HEAD, values
-from ..errors import UserError, unknown
+from ..errors import UserError, plural, unknown
 from .record import STATUSES, Run
 from .store import FOLDER, files, load
 
@@ -170,8 +170,8 @@ def row(run:Run # With or without its profile
 
 # %% ../../nbs/runs/03_query.ipynb #67df386c
 def _warn_of(bad):
-    many,more = 's' if len(bad) > 1 else '','; ...' if len(bad) > 3 else ''
-    warnings.warn(f"{len(bad)} file{many} passed over: {'; '.join(bad[:3])}{more}", stacklevel=3)
+    more = '; ...' if len(bad) > 3 else ''
+    warnings.warn(f"{plural(len(bad), 'file')} passed over: {'; '.join(bad[:3])}{more}", stacklevel=3)
 
 def runs(folder=FOLDER, # Where Runs are kept
          recipe=None, # Name, with wildcards if you like; or several

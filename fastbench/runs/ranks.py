@@ -11,6 +11,7 @@ from statistics import median
 import numpy as np
 from fastcore.basics import patch
 
+from ..errors import plural
 from ..measure.phases import SYNCS, values
 from ..measure.table import Table, rate, seconds
 from .record import Run
@@ -93,7 +94,7 @@ class RanksTable(Table):
         ):
         n,rates = len(run.ranks),[r['samples_per_second'] for r in run.ranks]
         hosts = len({r['host'] for r in run.ranks})
-        self.title = f"{n} processes on {hosts} machine{'s'*(hosts > 1)} · {run.strategy}"
+        self.title = f"{n} processes on {plural(hosts, 'machine')} · {run.strategy}"
         self.rows,self.notes = phase_rows(run.ranks),[]
         if all(rates): self.notes.append(f'{rate(sum(rates))} samples/s in all, {rate(sum(rates)/n)} each')
         memory = [r['memory'] for r in run.ranks if r['memory']]

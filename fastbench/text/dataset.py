@@ -11,7 +11,7 @@ import torch
 from fastai.data.core import display_df
 from fastcore.basics import patch
 
-from ..errors import UserError, unknown
+from ..errors import UserError, plural, unknown
 
 # %% ../../nbs/text/04_dataset.ipynb #d767f073
 def _is_pair(o): return isinstance(o, (tuple, list)) and len(o) == 2 and all(isinstance(p, str) for p in o)
@@ -47,7 +47,8 @@ class TextDataset:
         self.texts = list(texts) if name is None else check_texts(list(texts), name)
         self.y,self.vocab,self.cols = y,vocab,cols
         if y is not None and len(y) != len(self.texts):
-            raise UserError(f'{len(self.texts)} texts and {len(y)} labels: there must be one for each')
+            given = f"{plural(len(self.texts), 'text')} and {plural(len(y), 'label')}"
+            raise UserError(f'{given}: there must be one for each')
 
     def __len__(self): return len(self.texts)
     def __getitem__(self, i): return (self.texts[i],) if self.y is None else (self.texts[i], self.y[i])

@@ -220,6 +220,15 @@ def _random(config, label, task, tokenizer, kwargs):
     with hf_quiet(): hf = cls.from_config(config, **kwargs)
     return _finish(hf, tokenizer, 'random', [k for k,_ in hf.named_parameters()])
 
+def _check_head(hf, task):
+    "Refuse a model with the head of another task, or with none; a class of your own may have any"
+    makers = {t: _auto(t)._model_mapping for t in [task, *auto_classes]}
+    heads = [t for t,o in makers.items() if type(hf.config) in o and isinstance(hf, o[type(hf.config)])]
+    if task in heads or not (heads or hf.base_model is hf): return
+    has = f'the head for {heads[0]}' if heads else 'no head'
+    raise UserError(f'the model is built already, a {type(hf).__name__} with {has}, and the task is {task}: '
+                    f'make it with {auto_classes[task]}' + (f', or say task={heads[0]!r}' if heads else ''))
+
 def _check_built(hf, n_out, attn, changes):
     "Refuse what a model that is there cannot become"
     now = getattr(hf.config, '_attn_implementation', None)
@@ -263,6 +272,7 @@ def hf_model(name, # A hub's name, a folder, a name of `hf_configs`, a config, o
     from transformers import PretrainedConfig, PreTrainedModel
     if isinstance(name, HFModel): name = name.hf
     if isinstance(name, PreTrainedModel):
+        _check_head(name, task)
         _check_built(name, n_out, attn, changes)
         return _finish(name, tokenizer, 'instance', [])
     if n_out is not None: changes['num_labels'] = n_out

@@ -67,7 +67,7 @@ class LanguageModel(Kind):
                             'a language model draws its batches in this process')
 
     def make_dls(self, bs, device=None, offline=False):
-        from fastbench.text.rnn import lm_dls
+        from fastbench.text.words import lm_dls
         return lm_dls(self.data, bs=bs, bptt=self.bptt, seed=self.seed, sample=self.sample, device=device,
                       offline=offline, valid=self.valid, text_col=self.text_col)
 

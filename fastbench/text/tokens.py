@@ -13,7 +13,7 @@ import torch
 from fastai.learner import Metric
 from fastcore.basics import patch
 
-from ..errors import UserError
+from ..errors import UserError, plural
 from .task import ExampleTokens, Task, TokenAccuracy, batch_outputs, decoded
 from .tokenize import by_text
 
@@ -64,7 +64,7 @@ class TokenClassification(Task):
         "Make the task with the tags that occur in `examples`, `O` first"
         for i,(words,tags) in enumerate(examples):
             if isinstance(words, str) or len(words) != len(tags):
-                raise UserError(f'example {i} has {len(words)} words and {len(tags)} tags: '
+                raise UserError(f"example {i} has {plural(len(words), 'word')} and {plural(len(tags), 'tag')}: "
                                 'an example is a list of words and as many tags')
         return cls(sorted({t for _,tags in examples for t in tags}, key=lambda o: (o != 'O', o)))
 
