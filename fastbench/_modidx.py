@@ -4557,6 +4557,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastbench.text.packed._apart': ('text/packed.html#_apart', 'fastbench/text/packed.py'),
                                        'fastbench.text.packed._attention': ('text/packed.html#_attention', 'fastbench/text/packed.py'),
                                        'fastbench.text.packed._causal': ('text/packed.html#_causal', 'fastbench/text/packed.py'),
+                                       'fastbench.text.packed._check_flex': ('text/packed.html#_check_flex', 'fastbench/text/packed.py'),
                                        'fastbench.text.packed._facts': ('text/packed.html#_facts', 'fastbench/text/packed.py'),
                                        'fastbench.text.packed._fill': ('text/packed.html#_fill', 'fastbench/text/packed.py'),
                                        'fastbench.text.packed._mask': ('text/packed.html#_mask', 'fastbench/text/packed.py'),

@@ -61,6 +61,12 @@ def bf16():
 
 
 @pytest.fixture
+def any_bf16(monkeypatch):
+    "bf16 on a processor that only emulates it, for networks so small that nobody notices"
+    monkeypatch.setattr('fastbench.callback.amp.native_bf16', lambda device: True)
+
+
+@pytest.fixture
 def gpu():
     "Two GPUs that are not there: see `pretend`"
     from pretend import pretend

@@ -177,6 +177,7 @@ def test_functions_and_classes_are_kept_by_name(home):
 
 # What is switched on
 
+@pytest.mark.usefixtures('any_bf16')
 @pytest.mark.parametrize('changes,effective,lean', [
     ({}, 'fp32', False), (dict(precision='bf16'), 'bf16', False), (dict(precision='half-bf16'), 'half-bf16', False),
     (dict(loop='lean'), 'fp32', True), (dict(loop='lean', precision='bf16', channels_last=True, opt='fused_adam', ema=.9, batches=2), 'bf16', True)])
@@ -188,7 +189,7 @@ def test_a_plain_learner_gets_what_is_asked_for(home, changes, effective, lean):
     if not changes: assert type(learn) is Learner
 
 
-def test_what_it_cannot_get_is_one_line(home):
+def test_what_it_cannot_get_is_one_line(home, any_bf16):
     with pytest.raises(UserError, match='has a training loop of its own'): run_recipe(f'{home}/train.py:twice', device='cpu', loop='lean')
     assert run_recipe(f'{home}/train.py:twice', device='cpu', precision='bf16').precision['effective'] == 'bf16'
     with pytest.raises(UserError, match="eps=.* goes with opt"): run_recipe(f'{home}/train.py:make', device='cpu', eps=1e-3)

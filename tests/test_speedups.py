@@ -1,6 +1,7 @@
 "Channels-last, torch.compile, gradient checkpointing and time-to-accuracy where a reader of the lessons does not look."
 import shutil
 import warnings
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -211,6 +212,18 @@ def test_compiled_training_is_the_same():
     fit(plain, learn, epochs=2)
     same(plain, learn)
     assert learn.compiling.recompiles == 0 and graphs() > 0
+
+
+@pytest.mark.skipif('isolate_recompiles' not in signature(torch.compile).parameters, reason='this PyTorch compiles a function eight times at most')
+def test_the_tenth_model_of_a_class_is_compiled_too():
+    class Other(Net):
+        def __init__(self, n):
+            super().__init__()
+            self.n = n
+        def forward(self, x): return super().forward(x)*self.n
+    n = graphs()
+    for i in range(10): make(Compile(backend='eager', dynamic=False), model=Other(i + 1)).fit(1)
+    assert graphs() == n + 20  # training and validation
 
 
 @pytest.mark.parametrize('cb', [lambda: MixedPrecision('bf16', True), lambda: HalfPrecision('bf16', allow_emulation=True), lambda: EMACallback(.5),

@@ -7,6 +7,7 @@ __all__ = ['Compile']
 
 # %% ../../nbs/callback/07_compiling.ipynb #4ab6c92e
 import warnings
+from inspect import signature
 
 import torch
 from fastai.callback.fp16 import MixedPrecision
@@ -22,13 +23,16 @@ def _records(): return compile_tools().utils.get_compilation_metrics()
 def _n_graphs(): return compile_tools().utils.counters['stats']['unique_graphs']
 
 # %% ../../nbs/callback/07_compiling.ipynb #a97303c9
+# An option of later versions of PyTorch
+_APART = {o: True for o in ('isolate_recompiles',) if o in signature(torch.compile).parameters}
+
 class _Call:
     "The compiled call of a model"
     def __init__(self, model, tell, options):
         self.model,self.tell,self.ways = model,tell,set()
         # CUDA graphs reuse the memory of the last output
         self.marks = options.get('mode') in ('reduce-overhead', 'max-autotune')
-        self.f = torch.compile(model._call_impl, **options)
+        self.f = torch.compile(model._call_impl, **options, **_APART)
 
 # %% ../../nbs/callback/07_compiling.ipynb #085e3986
 @patch

@@ -135,13 +135,21 @@ def fast_attention(model, # A model of transformers
     model.set_attn_implementation(dropouts[dropout])
     return model
 
-# %% ../../nbs/text/09_packed.ipynb #41d5fa9a
+# %% ../../nbs/text/09_packed.ipynb #fb5430c0
 def _causal(model): return any(getattr(m, 'is_causal', False) is True for m in model.modules())
 
 def _windowed(model):
     places = model.config.get_text_config(),*model.modules()
     return any(isinstance(getattr(o, 'sliding_window', None), int) for o in places)
 
+# %% ../../nbs/text/09_packed.ipynb #73882922
+def _check_flex(device):
+    "Refuse flex_attention where PyTorch computes it wrongly"
+    if device.type == 'cpu' and torch.backends.cpu.get_cpu_capability() == 'AVX2':
+        raise UserError("attn='flex_attention' is wrong on a CPU without AVX-512, by a mistake of PyTorch's: "
+                        "leave attn out, or take attn='fastbench'")
+
+# %% ../../nbs/text/09_packed.ipynb #41d5fa9a
 def _native(model, bounds):
     "Return the boundaries in the form that an attention of transformers takes"
     impl = model.config._attn_implementation or 'eager'
@@ -154,6 +162,7 @@ def _native(model, bounds):
                         "leave attn out, or take attn='fastbench'")
     causal = _causal(model)
     if impl == 'flex_attention':
+        _check_flex(bounds.text.device)
         from torch.nn.attention.flex_attention import create_block_mask
         t,n = bounds.text,len(bounds.text)
         def may_look(b, h, i, j): return (t[i] == t[j]) & (i >= j) if causal else t[i] == t[j]
