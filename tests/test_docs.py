@@ -207,12 +207,13 @@ CONTRASTS = """() => {
   const paint = colours => { const key = colours.join(); if (!seen.has(key)) { g.fillStyle = '#fff'; g.fillRect(0, 0, 1, 1);
     for (const c of colours) { g.fillStyle = c; g.fillRect(0, 0, 1, 1) } seen.set(key, [...g.getImageData(0, 0, 1, 1).data].slice(0, 3)) } return seen.get(key) };
   const lum = c => { const [r, g, b] = c.map(v => { v /= 255; return v <= .03928 ? v/12.92 : ((v+.055)/1.055)**2.4 }); return .2126*r + .7152*g + .0722*b };
+  const backs = new Map([[null, []]]);
+  const behind = e => { if (!backs.has(e)) backs.set(e, [...behind(e.parentElement), getComputedStyle(e).backgroundColor]); return backs.get(e) };
   const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let n; n = walk.nextNode();) {
     const e = n.parentElement, box = e.getBoundingClientRect(), s = getComputedStyle(e);
     if (!n.textContent.trim() || box.width < 2 || box.height < 2 || s.visibility == 'hidden' || !e.checkVisibility({opacityProperty: true})) continue;
-    const back = []; for (let o = e; o; o = o.parentElement) back.unshift(getComputedStyle(o).backgroundColor);
-    const a = lum(paint([...back, s.color])), b = lum(paint(back));
+    const back = behind(e), a = lum(paint([...back, s.color])), b = lum(paint(back));
     res.push([n.textContent.trim().slice(0, 60), s.color, (Math.max(a, b) + .05)/(Math.min(a, b) + .05)]);
   }
   return res }"""
@@ -230,17 +231,19 @@ def is_prose(o): return o in SOME or o.startswith(('tutorials/', 'explanations/'
 @pytest.fixture(scope='module')
 def seen(site, url, browser):
     "Every page, opened once: what it asked for and complained of, what is wider than a phone or its box, and the contrasts of its text in both schemes"
-    context = browser.new_context(viewport=PHONE)
-    page, res = context.new_page(), types.SimpleNamespace(requests=[], console=[], wide=[], boxes=[], contrasts=[])
-    page.on('request', lambda o: res.requests.append(o.url))
-    page.on('console', lambda o: res.console.append((page.url, o.text)) if o.type in ('error', 'warning') else None)
-    page.on('pageerror', lambda o: res.console.append((page.url, str(o))))
-    page.on('response', lambda o: res.console.append((o.url, o.status)) if o.status >= 400 else None)
+    contexts = [browser.new_context(viewport=PHONE, java_script_enabled=o) for o in (False, True)]
+    opened, res = [o.new_page() for o in contexts], types.SimpleNamespace(requests=[], console=[], wide=[], boxes=[], contrasts=[])
+    for page in opened:
+        page.on('request', lambda o: res.requests.append(o.url))
+        page.on('console', lambda o: res.console.append((o.page.url, o.text)) if o.type in ('error', 'warning') else None)
+        page.on('pageerror', lambda o: res.console.append(str(o)))
+        page.on('response', lambda o: res.console.append((o.url, o.status)) if o.status >= 400 else None)
     small = json.loads((site/'search.json').read_text(encoding='utf-8'))
     small['items'] = small['items'][:3]  # its index is the same on each page, and takes most of the time
     some = [o for o in pages(site) if not o.startswith('source/')] + ['source/compare.runs.html', 'source/text.hf.html', 'source/benchmarks/gains.html']
     for i, o in enumerate(some):
-        if i == 3: context.route('**/search.json', lambda r: r.fulfill(json=small))
+        if i == 3: contexts[1].route('**/search.json', lambda r: r.fulfill(json=small))
+        page = opened[is_prose(o) or i < 3 or i%10 == 0 or 'class="output html"' in (site/o).read_text(encoding='utf-8')]  # what the script changes, else most of the time is its start
         page.goto(url + o)
         for size in (PHONE, DESKTOP) if i%2 == 0 else (DESKTOP, PHONE):  # a page opens at the size of the one before
             page.set_viewport_size(size)
@@ -255,7 +258,7 @@ def seen(site, url, browser):
                 back = page.evaluate('getComputedStyle(document.body).backgroundColor')
                 res.contrasts.append((o, dark, page.evaluate(CONTRASTS), sum(map(int, re.findall(r'\d+', back)[:3])) < 200))
             if is_prose(o): page.emulate_media(color_scheme='light')
-    context.close()
+    for o in contexts: o.close()
     return res
 
 

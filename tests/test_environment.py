@@ -90,9 +90,17 @@ def test_torch_is_asked_only_if_it_is_loaded():
 
 # GPUs, by a stand-in for NVML
 
-@pytest.mark.parametrize('visible, index, expect', [(None, 1, 1), ('', 1, 1), ('1,0', 0, 1), ('1', 0, 1), ('GPU-bbbb,GPU-aaaa', 0, 1), ('GPU-b', 0, 1), ('GPU-bbbb', 0, 1)])
+@pytest.mark.parametrize('visible, index, expect', [(None, 1, 1), ('1,0', 0, 1), ('1', 0, 1), ('GPU-bbbb,GPU-aaaa', 0, 1), ('GPU-b', 0, 1), ('GPU-bbbb', 0, 1)])
 def test_visible_devices(visible, index, expect):
     assert e._handle(FakeNVML(), index, {} if visible is None else {'CUDA_VISIBLE_DEVICES': visible}) == expect
+
+
+@pytest.mark.parametrize('hides', ['', ' ', '-1'])
+def test_no_device_is_visible(monkeypatch, hides):
+    "As for CUDA itself, which counts an empty list as one"
+    monkeypatch.setattr(e, '_nvml', FakeNVML)
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', hides)
+    with pytest.raises(UserError, match='cuda:0: there is no such GPU'): e.device_info('cuda:0')
 
 
 def test_device_info(monkeypatch):

@@ -45,7 +45,7 @@ def test_a_quiet_machine_is_not_warned_of(): assert warned(BEFORE, later()) == [
 CASES = {
     'others': (later(cpu_busy=20), 'busy machine: other programs used 2.0 of 8 cores', 'stop it and repeat'),
     'steal': (later(cpu_steal=8), 'stolen time: the hypervisor took 10%', 'dedicated machine'),
-    'swap': (later(swapped=200*2**20), 'swapping: 200 MB', 'smaller batch'),
+    'swap': (later(swapped=200*2**20), 'swapping: 200 MiB', 'smaller batch'),
     'container': (later(throttled=3), 'throttled container: it was held back for 30%', 'OMP_NUM_THREADS'),
     'heat': (later(cpu_hot=2), 'throttled processor: it slowed down 2 times', 'let it cool down'),
     'clock': (later(cpu_mhz=-1500.), 'uneven processor: its clock was between 2,000 and 3,500 MHz', 'governor'),

@@ -200,8 +200,8 @@ def _handle(nv, index, env=os.environ):
     if known and (uuid := getattr(torch.cuda.get_device_properties(index), 'uuid', None)) is not None:
         for part in ('GPU', 'MIG'): # a whole GPU or a part of one
             if (h := _ask(nv, 'nvmlDeviceGetHandleByUUID', f'{part}-{uuid}')) is not None: return h
-    visible = [o.strip() for o in env.get('CUDA_VISIBLE_DEVICES', '').split(',') if o.strip()]
-    if not visible: return nv.nvmlDeviceGetHandleByIndex(index)
+    if 'CUDA_VISIBLE_DEVICES' not in env: return nv.nvmlDeviceGetHandleByIndex(index)
+    visible = [o.strip() for o in env['CUDA_VISIBLE_DEVICES'].split(',') if o.strip()]
     if visible[index].isdigit(): return nv.nvmlDeviceGetHandleByIndex(int(visible[index]))
     for i in range(nv.nvmlDeviceGetCount()):
         if nv.nvmlDeviceGetUUID(h := nv.nvmlDeviceGetHandleByIndex(i)).startswith(visible[index]): return h

@@ -12,20 +12,23 @@ from threading import Event, Thread
 
 import psutil
 from fastcore.basics import patch
-from fastcore.basics import patch
 
 # %% ../../nbs/machine/01_memory.ipynb #9c64a323
+_before_forgotten = [0]  # the record when it was last forgotten
+
 def life_peak()->int|None: # Bytes; None where the system does not say
     "Return the highest resident size that this process ever had"
     if sys.platform == 'win32': return psutil.Process().memory_info().peak_wset
     import resource
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
+    record = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
+    return max(record, _before_forgotten[0])
 
 # %% ../../nbs/machine/01_memory.ipynb #5f72e185
 def _record(): # since it was last forgotten
     with open('/proc/self/status') as f: return next(int(o.split()[1])*1024 for o in f if o.startswith('VmHWM'))
 
 def _forget():
+    _before_forgotten[0] = life_peak()
     try:
         with open('/proc/self/clear_refs', 'w') as f: f.write('5')
         return _record() > 0
@@ -39,8 +42,8 @@ class PeakMemory:
     def __init__(self, device=None, # A torch device; its allocator is asked if it is CUDA
                  afresh=False, # Forget the record of the host first
         ):
-            self.cuda = getattr(device, 'type', None) == 'cuda' and device
-            self.process,self.afresh = _process(os.getpid()),afresh
+        self.cuda = getattr(device, 'type', None) == 'cuda' and device
+        self.process,self.afresh = _process(os.getpid()),afresh
 
 # %% ../../nbs/machine/01_memory.ipynb #74c55814
 @patch

@@ -150,7 +150,7 @@ def _of_others(o):
         yield (f'stolen time: the hypervisor took {n["steal"]:.0%} of the processor time away. '
                'The host is shared with other guests: repeat at another time, or on a dedicated machine')
     if o.over('swapped'):
-        yield (f'swapping: {n["swapped"]/2**20:.0f} MB went to or from the disk. '
+        yield (f'swapping: {n["swapped"]/2**20:,.0f} MiB went to or from the disk. '
                'Memory is short: use a smaller batch or fewer workers, or close other programs')
     if o.over('throttled'):
         yield (f'throttled container: it was held back for {n["throttled"]:.0%} of the time. '

@@ -19,6 +19,8 @@ def is_part(t # Anything
     return torch_parts is not None and isinstance(t, torch_parts.DTensor)
 
 # %% ../../nbs/machine/07_shards.ipynb #c3c042b1
+def _like(o, values): return type(o)(*values) if hasattr(o, '_fields') else type(o)(values)  # also a namedtuple
+
 def whole(o, # Anything that `state_dict` gives
           keep=True # Keep the tensors in this process? All take part, also those that do not keep them
     ): # The same with whole tensors on the CPU; empty ones where they are not kept
@@ -27,7 +29,7 @@ def whole(o, # Anything that `state_dict` gives
         t = o.full_tensor().detach()
         return t.cpu() if keep else t.new_empty(0)
     if isinstance(o, dict): return {k: whole(v, keep) for k,v in o.items()}
-    return type(o)(whole(v, keep) for v in o) if isinstance(o, (list, tuple, L)) else o
+    return _like(o, (whole(v, keep) for v in o)) if isinstance(o, (list, tuple, L)) else o
 
 # %% ../../nbs/machine/07_shards.ipynb #b2f761ad
 def part_of(v, # Anything; a whole tensor, the same on all processes, is cut
@@ -65,7 +67,7 @@ def take_parts(o, # Dicts, lists and tuples with tensors in them
         found[place] = o.detach()
         return {'__part__': place}
     if isinstance(o, dict): return {k: take_parts(v, found, f'{place}/{k}') for k,v in o.items()}
-    if isinstance(o, (list, tuple)): return type(o)(take_parts(v, found, f'{place}/{i}') for i,v in enumerate(o))
+    if isinstance(o, (list, tuple)): return _like(o, (take_parts(v, found, f'{place}/{i}') for i,v in enumerate(o)))
     return o
 
 # %% ../../nbs/machine/07_shards.ipynb #e7fea83b
@@ -75,4 +77,4 @@ def put_parts(o, # Of `take_parts`
     "Put the parts back"
     if isinstance(o, dict) and '__part__' in o: return found[o['__part__']]
     if isinstance(o, dict): return {k: put_parts(v, found) for k,v in o.items()}
-    return type(o)(put_parts(v, found) for v in o) if isinstance(o, (list, tuple)) else o
+    return _like(o, (put_parts(v, found) for v in o)) if isinstance(o, (list, tuple)) else o

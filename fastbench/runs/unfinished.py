@@ -48,7 +48,7 @@ def forget_unfinished(where:Path # Of `unfinished_folder`
 def checkpoint_interval(every:str # '10', '10min', '500steps'
     )->dict: # minutes or steps
     "Parse how often a checkpoint is written"
-    m = re.fullmatch(r'\s*(\d*\.?\d+)\s*(m|min|minutes?|s|steps?)?\s*', str(every))
+    m = re.fullmatch(r'\s*(\d*\.?\d+)\s*(m|min|minutes?|steps?)?\s*', str(every))
     steps = bool(m and m[2]) and m[2].startswith('s')
     if not m or not float(m[1]) or steps and '.' in m[1]:
         raise UserError(f'--checkpoint-every {every} cannot be: minutes (10, 0.5min) or steps (500steps), above 0')
