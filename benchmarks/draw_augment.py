@@ -45,7 +45,7 @@ def report(name, pairs, n, bar=None):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--pairs', type=int, default=15)
+    parser.add_argument('--pairs', type=int, default=31)
     parser.add_argument('--bs', type=int, default=64)
     parser.add_argument('--side', type=int, default=160, help='of the images of the batch')
     parser.add_argument('--size', type=int, default=128, help='of the results')

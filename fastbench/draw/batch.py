@@ -25,8 +25,13 @@ def normalised(x, # Bytes, or floats from 0 to 1, which are changed
     ): # float
     "Normalise in place"
     mean,std = put((mean, std), x.device)
-    if x.is_floating_point(): return x.mul_(1/std).sub_(mean/std)
-    return x.to(torch.float32, memory_format=torch.contiguous_format).mul_(1/(255*std)).sub_(mean/std)
+    floats = x.is_floating_point()
+    res = x if floats else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    factor,summand = 1/(std if floats else 255*std),mean/std
+    some = len(x) if x.is_cuda else 2**19//max(1, x.shape[1:].numel())  # on a CPU as many as fit into its cache
+    for a,b in zip(res.split(max(1, some)), x.split(max(1, some))):
+        (a if floats else a.copy_(b)).mul_(factor).sub_(summand)
+    return res
 
 class BatchNormalize(Normalize):
     "fastai's `Normalize` in place, which takes bytes as well"
