@@ -236,7 +236,7 @@ def _words(v):
 def defaults_of(kind:str|None # As a Run has it
     )->dict: # Field -> default; those of any training where this version has no such kind
     "Return the defaults of the fields of a kind"
-    return {o.name: o.default for o in fields(kinds().get(kind, Recipe))}
+    return {o.name: o.default for o in fields(kinds().get(str(kind), Recipe))}
 
 def upgrade(was:dict # Fields as a Run has them, of this version or an older one
     )->dict: # Fields as this version writes them

@@ -261,8 +261,8 @@ def test_one_altered_byte_anywhere(tmp_path, mode):
 
 def test_no_archive_at_all(tmp_path):
     (tmp_path/'a').write_text('<html>Sign in to the hotel network</html>'*100)
-    with pytest.raises(DataUnavailable, match='truncated or damaged'): unpack(tmp_path/'a', tmp_path/'set')
-    with pytest.raises(FileNotFoundError): unpack(tmp_path/'none', tmp_path/'set')
+    with pytest.raises(DataUnavailable, match='is no archive'): unpack(tmp_path/'a', tmp_path/'set')
+    with pytest.raises(DataUnavailable, match='none is not there'): unpack(tmp_path/'none', tmp_path/'set')
 
 
 def test_a_file_where_a_folder_should_be(tmp_path):
@@ -323,3 +323,29 @@ def test_imports_no_torch():
                           'print([o for o in ("torch", "fastai", "numpy", "sklearn", "urllib.request") if o in sys.modules])'],
                          capture_output=True, text=True, check=True).stdout
     assert out.strip() == '[]'
+
+
+def test_an_archive_that_is_not_there(tmp_path):
+    with pytest.raises(DataUnavailable, match='none.zip is not there'): unpack(tmp_path/'none.zip', tmp_path/'out')
+    assert not (tmp_path/'out').exists()
+
+
+def test_a_text_is_no_archive(tmp_path):
+    (tmp_path/'notes.zip').write_text('notes')
+    with pytest.raises(DataUnavailable, match='notes.zip is no archive') as e: unpack(tmp_path/'notes.zip', tmp_path/'out')
+    assert 'truncated' not in str(e.value)
+
+
+def test_a_folder_where_the_file_is_to_be(tmp_path):
+    (tmp_path/'a').write_text('x')
+    (tmp_path/'there').mkdir()
+    with pytest.raises(DataUnavailable, match='there is a folder'): fetch((tmp_path/'a').as_uri(), tmp_path/'there')
+
+
+def test_the_address_is_said_to_be_of_another_kind(tmp_path):
+    with pytest.raises(DataUnavailable, match="begins with https:, http: or file:, and not with 'ftp'"): fetch('ftp://x/y', tmp_path/'y')
+
+
+def test_a_look_for_no_file_finds_nothing():
+    from fastbench.machine.hub import look_up
+    with pytest.raises(ValueError, match='no file'): look_up('gpt2', [])

@@ -670,6 +670,12 @@ def by_trainer(tmp_path, **kwargs):
     return prof
 
 
+def test_nothing_is_measured_before_a_training_begins():
+    prof = TrainerProfiler()
+    for f in (prof.on_step_begin, prof.on_step_end, prof.on_epoch_end): f(None, None, None)
+    assert not prof.watch.running
+
+
 def lightning(**kwargs):
     needs_lightning()
     with _same_variable(): import lightning.pytorch as pl

@@ -284,3 +284,13 @@ def test_an_export_that_fails_leaves_what_was_there(kept, tmp_path, monkeypatch)
 def test_a_moment_is_the_same_in_every_zone():
     t = datetime(2026, 11, 20, 23, 30, tzinfo=timezone(timedelta(hours=-5)))
     assert moment(t) == moment(t.isoformat()) == moment('2026-11-21T04:30') == moment('2026-11-21T04:30:00Z') and moment(t, end=True) == moment(t)
+
+
+@pytest.mark.parametrize('asked', [dict(recipe='None'), dict(data='N*'), dict(precision='None'), dict(device='none'), dict(device='one')])
+def test_what_a_run_lacks_matches_nothing(tmp_path, asked):
+    save(Run(recipe={}), tmp_path)
+    assert len(runs(tmp_path)) == 1 and len(runs(tmp_path, **asked)) == 0
+
+
+def test_the_dates_are_said_as_they_were_typed(tmp_path):
+    with pytest.raises(UserError, match="since 2026-11-21 is not before until 2026-11-19"): runs(tmp_path, since='2026-11-21', until='2026-11-19')

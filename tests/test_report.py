@@ -14,8 +14,11 @@ from fastcore.xml import to_xml
 
 from fastbench.page.charts import extremes, plot_accuracy, plot_distribution, plot_memory, plot_phases, plot_timeline, slow_steps, steps_of
 from fastbench.machine.download import DataUnavailable
+from fastbench.page import details
 from fastbench.page.html import clean, csv_text, drawn, file_name
+from fastbench.page.raw import epochs_csv, fields, seen
 from fastbench.measure.phases import Profile, to_dict
+from fastbench.measure.table import seconds
 from fastbench.errors import UserError
 from fastbench.recipe import Recipe
 from fastbench.runs.record import Run
@@ -458,3 +461,65 @@ def test_a_section_is_a_function_in_a_list(monkeypatch):
     html = report([made(0), made(1)]).html
     assert '<section id="seeds"><h2>Seeds &amp; such</h2><p>A1: &lt;42&gt;</p>' in html and 'href="#seeds"' in html and 'Nothing' not in html
     assert html.index('id="raw"') < html.index('id="seeds"')
+
+
+@pytest.mark.parametrize('odd', [dict(ranks=[1]), dict(resumed=dict(x=1)), dict(recipe=dict(kind=[2], name='r')), dict(recipe=dict(kind='none', name=3)), dict(engine=dict(batch=[1]))])
+def test_odd_fields_of_a_file_do_not_lose_the_page(odd): assert '</html>' in report([made(1), made(**odd)]).html
+
+
+def test_the_three_tables_have_three_names():
+    names = re.findall(r'download="([^"]+)"', report(made(), title='a very long title '*9).html)
+    assert len(set(names)) == 3 and {o.rpartition('-')[2] for o in names} == {'runs.csv', 'epochs.csv', 'steps.csv'}
+
+
+def test_no_value_of_a_step_among_the_fields():
+    run = made()
+    run.profile['waited'], run.profile['held'] = run.profile['steps'], run.profile['steps']
+    assert not [k for k in fields(run) if k.startswith(('profile.waited', 'profile.held'))]
+
+
+def test_wide_signs_are_formulas_too(): assert csv_text(['＝a'], [['＋1', '－b', ' ＠c', '-3']]) == "'＝a\n'＋1,'－b,' ＠c,-3\n".replace('\n', csv_text(['a'], [])[1:])
+
+
+def test_the_median_of_two_lies_between_them():
+    run = made(n=2, warm=0)
+    got = details._told(seen(run), 'train')
+    a, b = steps_of(seen(run).profile, 'train')['seconds']
+    assert f'median {seconds((a + b)/2)}' in got, got
+
+
+def test_an_epochs_own_id_does_not_replace_the_runs():
+    head, line, *_ = csv.reader(io.StringIO(epochs_csv([seen(_with_own_id())])))
+    assert line[head.index('id')].startswith('digits-xresnet18') and line[head.index('epoch_id')] == 'mine'
+
+
+def _with_own_id():
+    run = made(epochs=1)
+    run.epochs = [dict(run.epochs[0], id='mine')]
+    return run
+
+
+def test_the_picture_of_memory_says_what_is_drawn():
+    assert re.search('Peak memory: [^"]*at least 763 MiB, device 28,610 MiB', report(gpu()).html)
+
+
+@pytest.mark.parametrize('points', [2, 3, 7])
+def test_never_more_points_than_asked(points):
+    xs = [random.Random(0).random() for _ in range(50)]
+    assert len(extremes(xs, points)[0]) <= points
+
+
+@pytest.mark.parametrize('points', [0, 1])
+def test_points_that_cannot_be(points):
+    with pytest.raises(UserError, match=f'points={points} cannot be'): extremes([1., 2.], points)
+
+
+def test_one_more_side_is():
+    page = report([made(i, s, n=5, name=f'r{s}') for i in range(2) for s in range(8)]).html
+    assert '1 more side is not compared here' in page
+
+
+def test_a_damaged_profile_is_said_without_names_of_classes():
+    run = made()
+    del run.profile['fit']
+    assert "its profile cannot be read: " in (said := seen(run).trouble) and 'Error' not in said

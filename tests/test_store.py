@@ -259,3 +259,26 @@ def test_written_then_flushed_then_renamed(tmp_path, monkeypatch):
 
 
 def test_plain_is_strict(): assert strict(json.dumps(plain(dict(a=math.inf, b=[math.nan, -math.inf])))) == dict(a='Infinity', b=['NaN', '-Infinity'])
+
+
+@pytest.mark.parametrize('name', ['../evil', 'a/b', '.', '..', 'a\\b'])
+def test_an_id_is_no_path(tmp_path, name):
+    with pytest.raises(UserError, match='no file name'): save(make(id=name), tmp_path/'runs')
+    assert not [*tmp_path.rglob('*.json')]
+
+
+def test_none_of_the_newest_is_none(tmp_path):
+    save(make(), tmp_path)
+    assert load_all(tmp_path, last=0) == ([], []) and len(load_all(tmp_path, last=1)[0]) == len(load_all(tmp_path)[0]) == 1
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path/'runs').write_text('notes')
+    with pytest.raises(UserError, match='runs is a file, not a folder') as e: save(make(), tmp_path/'runs')
+    assert 'room' not in str(e.value)
+
+
+def test_two_runs_are_both_named(tmp_path):
+    a, b = (save(make(), tmp_path).stem for _ in range(2))
+    with pytest.raises(UserError, match='is the beginning of 2 Runs') as e: find(os.path.commonprefix([a, b]), tmp_path)
+    assert a in str(e.value) and b in str(e.value) and 'among' not in str(e.value)

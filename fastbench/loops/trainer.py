@@ -36,6 +36,7 @@ def completed(cls, # Of ours
 # %% ../../nbs/loops/04_trainer.ipynb #d4eb806c
 class CallbackProfiler(StepProfiler):
     "Base class of profilers for other libraries' loops"
+    _in_epoch = False # until a training begins
     def __enter__(self): return self
     def __exit__(self, kind, error, trace): self._end(kind, error)
 

@@ -121,6 +121,12 @@ def _why(e, host, timeout):
     if isinstance(r, OSError) and r.errno == errno.ENOSPC: return 'no space left on the disk'
     return f'{type(r).__name__}: {r}' if str(r) else type(r).__name__
 
+def _cannot_be(scheme, dest):
+    "Why nothing can be fetched, or None"
+    if scheme not in ('https', 'http', 'file'):
+        return f'an address begins with https:, http: or file:, and not with {scheme!r}'
+    return f'there is a folder of that name, {dest}' if dest.is_dir() else None
+
 # %% ../../nbs/machine/02_download.ipynb #b7a22b89
 def _copy(r, f, size, tell):
     "Copy the body of the response `r` into `f`; a body that ends early is an error (read(n) hides it)"
@@ -152,7 +158,7 @@ def fetch(url:str, # `https:`, `http:` or `file:` address
     dest,parts,check = Path(dest), urlsplit(url), dict(size=size, md5=md5, sha256=sha256, md5_start=md5_start)
     end = f'. {hint}' if hint else ''
     def fail(why): return DataUnavailable(f'cannot get {dest.name} from {url}: {why}{end}')
-    if parts.scheme not in ('https', 'http', 'file'): raise fail(f'{parts.scheme!r} is no address that can be fetched')
+    if why := _cannot_be(parts.scheme, dest): raise fail(why)
     old = mismatch(dest, **check) if dest.is_file() else None
     if old == '': return dest
     if offline and parts.scheme != 'file':
@@ -246,10 +252,16 @@ def unpack(archive, # A `.tar`, `.tar.gz`, `.tgz` or `.zip` file, known by its c
             if e.errno is not None: raise # disk, permissions: not the archive's fault (gzip's BadGzipFile has no errno)
             bad = e
         else: return _strip(tmp) if strip else None
-        raise DataUnavailable(f'{archive} is truncated or damaged ({bad}). Nothing was unpacked; remove it to '
-                              'download it anew') from None
+        cut = f'is truncated or damaged ({bad})'
+        what = cut if _begins_as_archive(archive) else 'is no archive (.tar, .tar.gz, .tgz, .zip)'
+        raise DataUnavailable(f'{archive} {what}. Nothing was unpacked; remove it to download it anew') from None
+    if not dest.exists() and not archive.is_file(): raise DataUnavailable(f'{archive} is not there to be unpacked')
     build_folder(dest, fill, redo=redo)
     return dest
+
+def _begins_as_archive(path):
+    with open(path, 'rb') as f: start = f.read(512)
+    return not start.strip(b'\0') or start[:2] in (b'PK', b'\x1f\x8b') or start[257:262] == b'ustar'
 
 def _strip(tmp):
     tops = list(tmp.iterdir())

@@ -30,6 +30,7 @@ def look_up(repo:str, # Name on the hub; `name@revision` as well
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError
     if offline or constants.HF_HUB_OFFLINE: raise OSError('offline, and not in the cache')
+    if not files: raise ValueError('look_up was asked for no file')
     name,revision = _parts(repo, revision)
     for o in files:
         try: return get_hf_file_metadata(hf_hub_url(name, o, revision=revision), timeout=1)

@@ -161,7 +161,8 @@ def _of_others(o):
 def _of_clock(o):
     "How heat, energy saving and a battery slowed the processor"
     if times := o.n.get('cpu_hot'):
-        yield (f'throttled processor: it slowed down {times} times because it was too hot. '
+        often = 'once' if times == 1 else f'{times:,} times'
+        yield (f'throttled processor: it slowed down {often} because it was too hot. '
                'Cooling does not keep up: let it cool down, check the fans, and repeat')
     mhz = [s['cpu_mhz'] for s in o.seen if 'cpu_mhz' in s]
     if mhz and min(mhz) < LIMITS['slower']*max(mhz):

@@ -192,7 +192,7 @@ def from_dict(d:dict # Output of `to_dict`
         res.outside.update(d['outside'])
         res.peaks,res.facts = d['peaks'],d['facts']
     except (KeyError, TypeError, AttributeError) as e:
-        what = f'{type(e).__name__} {e}'
+        what = f'it lacks {e}' if isinstance(e, KeyError) else str(e)
         raise UserError(f'this is no profile: {what}. Was the file written by fastbench, and whole?') from None
     return res
 

@@ -54,11 +54,12 @@ def steps_of(o, # A `Run` or a `Profile`
 
 # %% ../../nbs/page/00_charts.ipynb #706b7bf7
 def extremes(xs:list, # Values, in order
-             points:int=500, # How many may be drawn
+             points:int=500, # How many may be drawn: 2 or more
     )->tuple: # Indices of the smallest and the largest of each stretch, in order; how long a stretch is
     "Choose what to draw of `xs` so that no extreme is lost"
+    if points < 2: raise UserError(f'points={points} cannot be: 2 or more, the smallest and the largest')
     if len(xs) <= points: return list(range(len(xs))),1
-    k = -(-2*len(xs)//points)
+    k = -(-len(xs)//(points//2))
     def ends(i):
         part = range(i, min(i+k, len(xs))); return {min(part, key=xs.__getitem__), max(part, key=xs.__getitem__)}
     return [j for i in range(0, len(xs), k) for j in sorted(ends(i))],k

@@ -7,7 +7,7 @@ __all__ = ['PHASES', 'phase_table', 'phases', 'steps', 'ends', 'where', 'runs', 
 
 # %% ../../nbs/page/04_details.ipynb #76cd135e
 from functools import partial
-from statistics import mean
+from statistics import mean, median
 
 from .charts import (ceiling, curve, peaks_of, plot_accuracy, plot_distribution, plot_memory, plot_phases,
                               plot_timeline, step_means, steps_of)
@@ -90,8 +90,8 @@ def phases(shown:Shown, # What the page is about
 # %% ../../nbs/page/04_details.ipynb #1e61fe2e
 def _told(s, phase):
     st = steps_of(s.profile, phase)
-    calm = sorted(x for x,w in zip(st['seconds'], st['warm']) if not w) or sorted(st['seconds'])
-    return (f"{plural(len(st['at']), 'step')}, median {seconds(calm[len(calm)//2])}, "
+    calm = [x for x,w in zip(st['seconds'], st['warm']) if not w] or st['seconds']
+    return (f"{plural(len(st['at']), 'step')}, median {seconds(median(calm))}, "
             f"{sum(st['warm'])} warm-up, {sum(st['slow'])} slow")
 
 # %% ../../nbs/page/04_details.ipynb #2d9c1d85
@@ -156,13 +156,17 @@ def _accuracy(alls, metric, most=60):
                      f' after each epoch, against the seconds that it took.{_first_of(every, most)}')]
 
 # %% ../../nbs/page/04_details.ipynb #16ff8450
+def _peak_in_words(o):
+    host = ('' if o['exact'] else 'at least ') + _mib(o.get('host', 0))
+    return f"{host}, device {_mib(o['device'])}" if 'device' in o else host
+
 def _memory(alls, most=24):
     "Memory at the peak"
     every = [s for s in alls if s.timed and peaks_of(s.profile)]
     if not every: return []
     have = every[:most]
     peaks = {s.label: peaks_of(s.profile) for s in have}
-    alt = 'Peak memory: ' + '; '.join(f"{k} {_mib(o.get('host', 0))}" for k,o in peaks.items())
+    alt = 'Peak memory: ' + '; '.join(f'{k} {_peak_in_words(o)}' for k,o in peaks.items())
     hollow = '' if all(o['exact'] for o in peaks.values()) else '; hollow: at least so much'
     def draw(ax): plot_memory([s.profile for s in have], [s.label for s in have], ax)
     return [_picture(draw, 1.05 + .26*len(have), 'm', alt, f'Peak memory{hollow}.{_first_of(every, most)}')]
@@ -268,7 +272,7 @@ def _fields_in_full(alls):
 def raw(shown:Shown, # What the page is about
     )->list: # Elements
     "CSV to download, and every field"
-    alls,name = shown.all,file_name(shown.title)
+    alls,name = shown.all,file_name(shown.title, 60)
     text,k,n = steps_csv(alls, shown.most)
     told = f" {plural(n, 'step')}, seconds of each phase" if k == 1 else (
         f' one in {k} of {n:,} steps: all of them would make this page too large; the files of the Runs have all')

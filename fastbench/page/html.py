@@ -18,6 +18,7 @@ from fastcore.xml import FT, Safe, ft, to_xml
 
 from .. import __version__
 from ..measure.palette import THEME
+from ..measure.table import harmless
 
 # %% ../../nbs/page/01_html.ipynb #9d6bbb57
 def clean(o # Anything
@@ -63,7 +64,7 @@ def _cell(v):
     if isinstance(v, (int, float)): return v
     text = clean(v)
     if re.fullmatch(r'[-+]?\d+(\.\d+)?(e[-+]?\d+)?', text, re.I): return text
-    return f"'{text}" if text.lstrip()[:1] in ('=', '+', '-', '@') or text[:1] in ('\t', '\n') else text
+    return harmless(text)
 
 # %% ../../nbs/page/01_html.ipynb #9aae9061
 def csv_text(head, # Names of the columns

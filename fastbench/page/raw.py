@@ -46,7 +46,8 @@ def seen(run:Run, # What to look at; it is left as it is
     res = Seen(own)
     try: res.phases,res.notes = _read(own)
     except (UserError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as e:
-        res.trouble = f'its profile cannot be read: {type(e).__name__} {e}'
+        what = str(e) if isinstance(e, UserError) else f'{type(e).__name__} {e}'
+        res.trouble = f'its profile cannot be read: {what}'
     return res
 
 def _read(run):
@@ -70,12 +71,14 @@ def _walk(o, at, depth=0):
     else: yield at, o if isinstance(o, str) else json.dumps(o, ensure_ascii=False)
 
 # %% ../../nbs/page/02_raw.ipynb #493d67ae
+_values = 'fit','steps','device','waited','held'
+
 def fields(run:Run # What was kept
     )->dict: # name with dots -> text; no values of steps
     "Return every field of a Run"
     p = run.profile if isinstance(run.profile, dict) else {}
     d = {k: v for k,v in run.as_dict().items() if k != 'profile'}
-    if p: d['profile'] = {k: v for k,v in p.items() if k not in ('fit', 'steps', 'device')}
+    if p: d['profile'] = {k: v for k,v in p.items() if k not in _values}
     return dict(_walk(d, ''))
 
 # %% ../../nbs/page/02_raw.ipynb #ae897af5
@@ -107,7 +110,7 @@ def _epoch_lines(s):
     took = values(log, 'seconds') if log is not None and 'seconds' in log.columns else []
     for i,d in enumerate(s.run.epochs):
         own = dict(label=s.label, id=s.run.id, epoch=i+1, seconds=took[i] if i < len(took) else None)
-        yield own | (d if isinstance(d, dict) else {})
+        yield own | {f'epoch_{k}' if k in own else k: v for k,v in (d if isinstance(d, dict) else {}).items()}
 
 def epochs_csv(all_ # `Seen` Runs
     )->str: # Seconds of the epoch and what was computed at its end

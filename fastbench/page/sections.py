@@ -248,7 +248,9 @@ def comparison(shown:Shown, # What the page is about
     if len(shown.sides) < 2: return []
     a,*others = shown.sides
     head = [f'In these tables A is side {a.letter}, and B the side that is named above.']*(len(others) > 1)
-    tail = [f'{len(others)-most} more sides are not compared here: `fastbench compare` does']*(len(others) > most)
+    left = len(others)-most
+    more = f"{plural(left, 'more side')} {'is' if left == 1 else 'are'}"
+    tail = [f'{more} not compared here: `fastbench compare` does']*(left > 0)
     parts = [[h.h3(f'{b.letter} against {a.letter}'), *_against(a, b, n, shown)] for n,b in enumerate(others[:most])]
     def note(o): return h.p(o, cls='note')
     return [*map(note, head), *sum(parts, []), *map(note, tail)]

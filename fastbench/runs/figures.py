@@ -45,7 +45,8 @@ def read_phases(d:dict, # What `phases.to_dict` wrote
     try: return Phases(from_dict(d))
     except UserError as e: raise UserError(f'{name}: {e}') from None
     except _broken as e:
-        raise UserError(f'{name}: this is no profile: {type(e).__name__} {e}. Was the file edited?') from None
+        what = f'it lacks {e}' if isinstance(e, KeyError) else str(e)
+        raise UserError(f'{name}: this is no profile: {what}. Was the file edited?') from None
 
 # %% ../../nbs/runs/00_figures.ipynb #ac918b4d
 def _is_number(v): return isinstance(v, (int, float)) and not isinstance(v, bool)

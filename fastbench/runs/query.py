@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..measure.phases import HEAD, values
 from ..errors import UserError, plural, unknown
+from ..measure.table import harmless
 from .record import STATUSES, Run
 from .store import FOLDER, files, load
 
@@ -26,7 +27,7 @@ def _texts(name, v):
         raise UserError(f'{name}={v!r} cannot be: give a text, or several')
     return res
 
-def _like(value, wanted): return any(fnmatchcase(str(value), o) for o in wanted)
+def _like(value, wanted): return value is not None and any(fnmatchcase(str(value), o) for o in wanted)
 
 # %% ../../nbs/runs/03_query.ipynb #834ab35a
 def moment(text, # '2026-11-20', '2026-11-20T14:30', with a zone or without; or a date, a datetime
@@ -62,15 +63,14 @@ def _check_names(commit, status):
             raise UserError(f'commit={o!r} cannot be: four or more of its hexadecimal digits')
 
 def _moments(since, until):
-    since,until = since and moment(since),until and moment(until, True, 'until')
-    if since and until and since >= until:
-        raise UserError(f'no time lies between: since {since:%Y-%m-%d %H:%M} is not before until '
-                        f'{until:%Y-%m-%d %H:%M}')
-    return since,until
+    first,end = since and moment(since),until and moment(until, True, 'until')
+    if first and end and first >= end:
+        raise UserError(f'no time lies between: since {since} is not before until {until}')
+    return first,end
 
 # %% ../../nbs/runs/03_query.ipynb #4b8366ee
 def _is_device(run, wanted):
-    kind,name = run.device.get('kind'),str(run.device.get('name')).lower()
+    kind,name = run.device.get('kind'),str(run.device.get('name') or '').lower()
     return any(o.lower() == kind or o.lower() in name for o in wanted)
 
 def _has_commit(run, wanted):
@@ -235,11 +235,8 @@ def steps(folder=FOLDER, # Where Runs are kept
     return df
 
 # %% ../../nbs/runs/03_query.ipynb #bd76bfee
-_formula = re.compile(r'\s*[=+\-@＝＋－＠]|[\t\n]')
-
-def _harmless(v):
-    v = re.sub(r'\r\n?', '\n', v)  # alone, and not quoted by every writer, it would end a line
-    return f"'{v}" if _formula.match(v) else v
+# \r alone, which not every writer quotes, would end a line
+def _harmless(v): return harmless(re.sub(r'\r\n?', '\n', v))
 
 def _for_csv(df):
     texts = [c for c in df.columns if df[c].dtype == 'string']

@@ -132,7 +132,7 @@ def figures_of(self:Run, phases:Phases|None # Its own, read before
     "Return the figures of a Run"
     got = {k: v for k in ('accuracy', 'perplexity') if isinstance(v := self.metrics.get(k), (int, float))}
     got |= measured(phases) if phases else {k: (self._pace or {}).get(o) for k,o in _stored.items()}
-    each = [o.get('samples_per_second') for o in self.ranks]
+    each = [o.get('samples_per_second') for o in self.ranks if isinstance(o, dict)]
     if each: got['rate'] = sum(each) if all(each) else None
     return Figures(bs=self.recipe.get('bs'), seconds=self.seconds, goal=Goal.of(self.goal), **got)
 
@@ -278,7 +278,8 @@ def headline(self:Run)->str: # status, seconds, metrics
     "How it ended, in one line"
     parts = [f'{self.status}: {STATUSES[self.status]}' + (f' ({self.error})' if self.error else '')]
     if self.seconds and self.status == 'ok': parts.append(f'fit {seconds(self.seconds)}')
-    if self.resumed: parts.append(f"{seconds(self.resumed['seconds'])} in {len(self.resumed['steps'])+1} parts")
+    if {'seconds', 'steps'} <= set(self.resumed):
+        parts.append(f"{seconds(self.resumed['seconds'])} in {len(self.resumed['steps'])+1} parts")
     parts += [f'{k} {v:.4g}' for k,v in self.metrics.items() if isinstance(v, (int, float))]
     return ' · '.join(parts)
 

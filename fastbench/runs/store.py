@@ -67,6 +67,8 @@ def save(run:Run, # What to keep
     "Save `run`"
     if run._pace is not None:
         raise UserError(f'{run.id} was read without its profile, and to save it would lose that: load it whole')
+    if not re.fullmatch(r'[^/\\\0]+', run.id) or run.id in ('.', '..'):
+        raise UserError(f'id={run.id!r} is no file name, and that of a Run is one: leave it out, and the Run gets one')
     path = Path(folder)/f'{run.id}.json'
     try:
         write_whole(path, run.to_json())
@@ -76,12 +78,14 @@ def save(run:Run, # What to keep
     return path
 
 def _rescue(run, path, e):
-    rescue = Path(tempfile.gettempdir())/path.name
+    rescue,file = Path(tempfile.gettempdir())/path.name,next((o for o in path.parents if o.is_file()), None)
     try: write_whole(rescue, run.to_json())
     except OSError:
         raise NotKept(f'the Run {run.id} is lost: it cannot be written to {path.parent} ({e.strerror}), nor to '
                       f'{rescue.parent}. '
                       'Make room and run again') from e
+    if file:
+        raise NotKept(f'{file} is a file, not a folder: the Run is kept as {rescue}; move it to a folder') from e
     raise NotKept(f'the Run cannot be written to {path.parent} ({e.strerror}); it is kept as {rescue}: make room, '
                   'then move it there') from e
 
@@ -140,8 +144,8 @@ def load_all(folder=FOLDER, # Where Runs are kept
          last:int|None=None, # Only so many, the newest
     )->tuple: # Runs, oldest first; errors, a line for each file that cannot be read
     "Read all Runs in `folder` completely"
-    good,bad = [],[]
-    for o in files(folder)[-(last or 0):]:
+    good,bad,known = [],[],files(folder)
+    for o in known if last is None else known[max(0, len(known)-last):]:
         try: good.append(load(o))
         except UserError as e: bad.append(str(e))
     return good,bad
@@ -158,7 +162,8 @@ def find(name:str, # A file, an id, its beginning, or 'last'
     if name == 'last': return load(known[-1])
     hits = [o for o in known if o.stem == name] or [o for o in known if o.stem.startswith(name)]
     if len(hits) > 1:
-        raise UserError(f'{name!r} is the beginning of {len(hits)} Runs, {hits[0].stem} and {hits[-1].stem} among '
-                        'them: give more of it')
+        among = ' among them' if len(hits) > 2 else ''
+        raise UserError(f'{name!r} is the beginning of {len(hits)} Runs, {hits[0].stem} and {hits[-1].stem}{among}: '
+                        'give more of it')
     if not hits: raise UserError(unknown('Run', name, [o.stem for o in known[-5:]]))
     return load(hits[0])
