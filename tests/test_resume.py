@@ -1,4 +1,5 @@
 "A training that is killed and started again ends as one that was not, bit for bit."
+import errno
 import hashlib
 import importlib.util
 import json
@@ -388,6 +389,17 @@ def wider(path):
 def test_the_checkpoint_of_another_training_is_refused(change, why, kept):
     got = in_child(partial(said, resume=True, **change), kept)
     assert re.search(why, got) and got.count('\n') == 0 and 'is of another training' in got
+
+
+@pytest.mark.parametrize('steps', [1, 2, 4, 100])
+def test_what_could_not_be_written_is_said_once(tmp_path, monkeypatch, steps):
+    "Also of the last step, after which the end of the fit tries once more"
+    from fastai.test_utils import synth_learner
+    lines, learn = [], synth_learner(n_trn=4, n_val=1, path=tmp_path)
+    def full(*args, **kwargs): raise OSError(errno.ENOSPC, 'No space left on device')
+    monkeypatch.setattr('fastbench.train.resume.save_together', full)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=(every := CheckpointEvery(steps=steps, tell=lines.append)))
+    assert len(lines) == len(set(lines)) == len(every.failed) == max(1, 4//steps)
 
 
 def test_a_full_disk_is_told_and_the_training_goes_on(whole, tmp_path):

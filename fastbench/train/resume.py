@@ -136,7 +136,7 @@ def _take_folder(self:CheckpointEvery):
 @patch
 def _start(self:CheckpointEvery, header, path):
     learn = self.learn
-    self._made_of,self._saved = made_of(learn),None
+    self._made_of,self._saved,self._unwritten = made_of(learn),None,None
     if header: all_or_none(lambda: check_same(header, learn, path))
     all_or_none(lambda: None if rank() else self._take_folder())
     all_or_none(lambda: self._take_folder() if rank() else None)
@@ -259,6 +259,8 @@ def _write(self:CheckpointEvery, epoch, stage, steps, state=None, done=False):
 
 @patch
 def _not_written(self:CheckpointEvery, error, why):
+    if self._unwritten == (at := (self.learn.train_iter, why)): return  # the last step's is written once more at the end
+    self._unwritten = at
     self.failed.append(why)
     self._say(f'no checkpoint after step {self.learn.train_iter} ({error}): the training goes on, the checkpoint '
               'before it is whole')

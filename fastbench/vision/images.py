@@ -61,7 +61,7 @@ class Images(Kind, kind=False):
 def check(self:Images):
     "Refuse what does not go together"
     super(Images, self).check()
-    self.only_if(self.augment != 'auto', "augment='batch'", 'pad', 'cutout')
+    self.only_if(self.augment != 'auto', "augment='items', 'once', 'bulk' or 'batch'", 'pad', 'cutout')
     self.only_if(self.augment == 'auto', "augment='auto'", 'loader', 'prepare', 'cache')
     self.only_if(self.loader == 'threads', "loader='threads'", 'decoder')
     decoded = self.cache == 'none' or self.encode == 'jpeg'
