@@ -47,6 +47,7 @@ CASES = {
     'steal': (later(cpu_steal=8), 'stolen time: the hypervisor took 10%', 'dedicated machine'),
     'swap': (later(swapped=200*2**20), 'swapping: 200 MiB', 'smaller batch'),
     'container': (later(throttled=3), 'throttled container: it was held back for 30%', 'OMP_NUM_THREADS'),
+    'heat, once': (later(cpu_hot=1), 'throttled processor: it slowed down once because', 'let it cool down'),
     'heat': (later(cpu_hot=2), 'throttled processor: it slowed down 2 times', 'let it cool down'),
     'clock': (later(cpu_mhz=-1500.), 'uneven processor: its clock was between 2,000 and 3,500 MHz', 'governor'),
     'governor': (later(saving='governor powersave'), 'slow processor: its clock is held low by the governor powersave', 'cpupower'),

@@ -488,15 +488,20 @@ def test_the_median_of_two_lies_between_them():
     assert f'median {seconds((a + b)/2)}' in got, got
 
 
-def test_an_epochs_own_id_does_not_replace_the_runs():
-    head, line, *_ = csv.reader(io.StringIO(epochs_csv([seen(_with_own_id())])))
-    assert line[head.index('id')].startswith('digits-xresnet18') and line[head.index('epoch_id')] == 'mine'
-
-
-def _with_own_id():
+def epoch_line(**own):
+    "The line of an epoch with fields of its own"
     run = made(epochs=1)
-    run.epochs = [dict(run.epochs[0], id='mine')]
-    return run
+    run.epochs = [own]
+    return next(csv.DictReader(io.StringIO(epochs_csv([seen(run)]))))
+
+
+def test_an_epochs_own_fields_do_not_replace_the_runs():
+    line, plain = epoch_line(id='mine', label='best', seconds=7, epoch=9), epoch_line()
+    assert line | plain == line and [line[f'epoch_{o}'] for o in ('id', 'label', 'seconds', 'epoch')] == ['mine', 'best', '7', '9']
+
+
+@pytest.mark.parametrize('own', [dict(id='mine', epoch_id='other'), dict(epoch_id='other', id='mine')])
+def test_none_of_an_epochs_own_fields_is_lost(own): assert {'mine', 'other'} < set(epoch_line(**own).values())
 
 
 def test_the_picture_of_memory_says_what_is_drawn():
@@ -505,7 +510,8 @@ def test_the_picture_of_memory_says_what_is_drawn():
 
 @pytest.mark.parametrize('points', [2, 3, 7])
 def test_never_more_points_than_asked(points):
-    xs = [random.Random(0).random() for _ in range(50)]
+    r = random.Random(0)
+    xs = [r.random() for _ in range(50)]
     assert len(extremes(xs, points)[0]) <= points
 
 
@@ -519,7 +525,9 @@ def test_one_more_side_is():
     assert '1 more side is not compared here' in page
 
 
-def test_a_damaged_profile_is_said_without_names_of_classes():
+@pytest.mark.parametrize('damage', [lambda p: p.pop('fit'), lambda p: p.update(peaks=5), lambda p: p.update(peaks=[{}]), lambda p: p['steps']['train'].update(stride=0), lambda p: p['steps']['train'].update(stride='x')])
+def test_a_damaged_profile_is_said_without_names_of_classes(damage):
     run = made()
-    del run.profile['fit']
-    assert "its profile cannot be read: " in (said := seen(run).trouble) and 'Error' not in said
+    damage(run.profile)
+    said = seen(run).trouble
+    assert said.startswith('its profile cannot be read: ') and 'Error' not in said and said.endswith('?') and '\n' not in said

@@ -282,3 +282,7 @@ def test_two_runs_are_both_named(tmp_path):
     a, b = (save(make(), tmp_path).stem for _ in range(2))
     with pytest.raises(UserError, match='is the beginning of 2 Runs') as e: find(os.path.commonprefix([a, b]), tmp_path)
     assert a in str(e.value) and b in str(e.value) and 'among' not in str(e.value)
+
+
+@pytest.mark.parametrize('odd', [dict(x=1), dict(seconds='x', steps=[1]), dict(seconds=1., steps=3), dict(seconds=None, steps=[1]), dict(seconds=True, steps='ab')])
+def test_odd_parts_of_a_training_are_not_told(odd): assert make(resumed=odd, id='a').headline == make(id='a').headline

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from .charts import peaks_of, steps_of
 from .html import csv_text
-from ..runs.figures import Phases
+from ..runs.figures import Phases, _broken, _no_profile
 from ..measure.phases import HEAD, values
 from ..errors import UserError
 from ..runs.record import Run, from_json
@@ -45,8 +45,8 @@ def seen(run:Run, # What to look at; it is left as it is
     own.path,own.profile = run.path,run.profile
     res = Seen(own)
     try: res.phases,res.notes = _read(own)
-    except (UserError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as e:
-        what = str(e) if isinstance(e, UserError) else f'{type(e).__name__} {e}'
+    except _broken as e:
+        what = str(e) if isinstance(e, UserError) else _no_profile(e)
         res.trouble = f'its profile cannot be read: {what}'
     return res
 
@@ -105,12 +105,15 @@ def runs_csv(all_ # `Seen` Runs
     return csv_text(head, [[d.get(k) for k in head] for d in table])
 
 # %% ../../nbs/page/02_raw.ipynb #c176f063
+def _free(k, taken): return _free(f'epoch_{k}', taken) if k in taken else k
+
 def _epoch_lines(s):
     log = s.profile.fit.get('epoch') if s.profile else None
     took = values(log, 'seconds') if log is not None and 'seconds' in log.columns else []
     for i,d in enumerate(s.run.epochs):
         own = dict(label=s.label, id=s.run.id, epoch=i+1, seconds=took[i] if i < len(took) else None)
-        yield own | {f'epoch_{k}' if k in own else k: v for k,v in (d if isinstance(d, dict) else {}).items()}
+        d = d if isinstance(d, dict) else {}
+        yield own | {_free(k, {*own, *d}) if k in own else k: v for k,v in d.items()}
 
 def epochs_csv(all_ # `Seen` Runs
     )->str: # Seconds of the epoch and what was computed at its end

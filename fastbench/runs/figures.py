@@ -44,9 +44,11 @@ def read_phases(d:dict, # What `phases.to_dict` wrote
     "Read back a profile from a file"
     try: return Phases(from_dict(d))
     except UserError as e: raise UserError(f'{name}: {e}') from None
-    except _broken as e:
-        what = f'it lacks {e}' if isinstance(e, KeyError) else str(e)
-        raise UserError(f'{name}: this is no profile: {what}. Was the file edited?') from None
+    except _broken as e: raise UserError(f'{name}: {_no_profile(e)}') from None
+
+def _no_profile(e):
+    what = f'it lacks {e}' if isinstance(e, KeyError) else str(e)
+    return f'this is no profile: {what}. Was the file edited?'
 
 # %% ../../nbs/runs/00_figures.ipynb #ac918b4d
 def _is_number(v): return isinstance(v, (int, float)) and not isinstance(v, bool)

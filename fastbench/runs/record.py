@@ -278,8 +278,9 @@ def headline(self:Run)->str: # status, seconds, metrics
     "How it ended, in one line"
     parts = [f'{self.status}: {STATUSES[self.status]}' + (f' ({self.error})' if self.error else '')]
     if self.seconds and self.status == 'ok': parts.append(f'fit {seconds(self.seconds)}')
-    if {'seconds', 'steps'} <= set(self.resumed):
-        parts.append(f"{seconds(self.resumed['seconds'])} in {len(self.resumed['steps'])+1} parts")
+    took,steps = self.resumed.get('seconds'),self.resumed.get('steps')
+    if type(took) in (int, float) and isinstance(steps, list):
+        parts.append(f'{seconds(took)} in {len(steps)+1} parts')
     parts += [f'{k} {v:.4g}' for k,v in self.metrics.items() if isinstance(v, (int, float))]
     return ' · '.join(parts)
 
