@@ -23,8 +23,8 @@ def _records(): return compile_tools().utils.get_compilation_metrics()
 def _n_graphs(): return compile_tools().utils.counters['stats']['unique_graphs']
 
 # %% ../../nbs/callback/07_compiling.ipynb #a97303c9
-# An option of later versions of PyTorch
-_APART = {o: True for o in ('isolate_recompiles',) if o in signature(torch.compile).parameters}
+# Earlier versions of PyTorch have no such option
+_APART = dict(isolate_recompiles=True) if 'isolate_recompiles' in signature(torch.compile).parameters else {}
 
 class _Call:
     "The compiled call of a model"
