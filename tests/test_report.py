@@ -467,6 +467,12 @@ def test_a_section_is_a_function_in_a_list(monkeypatch):
 def test_odd_fields_of_a_file_do_not_lose_the_page(odd): assert '</html>' in report([made(1), made(**odd)]).html
 
 
+@pytest.mark.parametrize('other', [1, {}, *(dict(samples_per_second=o) for o in (None, 'x', [2], dict(x=1), 'NaN', True))])
+def test_the_rate_of_all_is_missing_where_one_process_lacks_its_own(other):
+    run = made(ranks=[dict(samples_per_second=5.), other])
+    assert run.figures.rate is None and '</html>' in report(run).html
+
+
 def test_the_three_tables_have_three_names():
     names = re.findall(r'download="([^"]+)"', report(made(), title='a very long title '*9).html)
     assert len(set(names)) == 3 and {o.rpartition('-')[2] for o in names} == {'runs.csv', 'epochs.csv', 'steps.csv'}
