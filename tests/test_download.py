@@ -328,6 +328,12 @@ def test_imports_no_torch():
 def test_an_archive_that_is_not_there(tmp_path):
     with pytest.raises(DataUnavailable, match='none.zip is not there'): unpack(tmp_path/'none.zip', tmp_path/'out')
     assert not (tmp_path/'out').exists()
+    (tmp_path/'set').mkdir()
+    (tmp_path/'file').write_text('x')
+    with pytest.raises(DataUnavailable, match='none.zip is not there'): unpack(tmp_path/'none.zip', tmp_path/'set', redo=True)
+    with pytest.raises(DataUnavailable, match='none.zip is not there'): unpack(tmp_path/'none.zip', tmp_path/'file')
+    with pytest.raises(DataUnavailable, match='set is a folder'): unpack(tmp_path/'set', tmp_path/'out')
+    assert unpack(tmp_path/'none.zip', tmp_path/'set') == tmp_path/'set'
 
 
 def test_a_text_is_no_archive(tmp_path):

@@ -2,6 +2,7 @@
 import csv
 import json
 import math
+import subprocess
 import sys
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
@@ -294,3 +295,10 @@ def test_what_a_run_lacks_matches_nothing(tmp_path, asked):
 
 def test_the_dates_are_said_as_they_were_typed(tmp_path):
     with pytest.raises(UserError, match="since 2026-11-21 is not before until 2026-11-19"): runs(tmp_path, since='2026-11-21', until='2026-11-19')
+
+
+def test_the_lesson_shows_its_warnings_whatever_the_filter():
+    lesson = Path(__file__).parent.parent/'nbs/runs/03_query.ipynb'
+    code = f'from execnb.shell import CaptureShell; CaptureShell(path={str(lesson.parent)!r}).execute({str(lesson)!r}, exc_stop=True)'
+    got = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True)
+    assert not got.returncode, got.stderr[-2000:]

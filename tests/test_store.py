@@ -261,7 +261,7 @@ def test_written_then_flushed_then_renamed(tmp_path, monkeypatch):
 def test_plain_is_strict(): assert strict(json.dumps(plain(dict(a=math.inf, b=[math.nan, -math.inf])))) == dict(a='Infinity', b=['NaN', '-Infinity'])
 
 
-@pytest.mark.parametrize('name', ['../evil', 'a/b', '.', '..', 'a\\b'])
+@pytest.mark.parametrize('name', ['../evil', 'a/b', '.', '..', 'a\\b', '.hidden', 'C:evil', 'a\nb', 'x'*300, 5])
 def test_an_id_is_no_path(tmp_path, name):
     with pytest.raises(UserError, match='no file name'): save(make(id=name), tmp_path/'runs')
     assert not [*tmp_path.rglob('*.json')]
@@ -272,7 +272,8 @@ def test_none_of_the_newest_is_none(tmp_path):
     assert load_all(tmp_path, last=0) == ([], []) and len(load_all(tmp_path, last=1)[0]) == len(load_all(tmp_path)[0]) == 1
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_a_file_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, 'gettempdir', lambda: str(tmp_path/'spare'))
     (tmp_path/'runs').write_text('notes')
     with pytest.raises(UserError, match='runs is a file, not a folder') as e: save(make(), tmp_path/'runs')
     assert 'room' not in str(e.value)

@@ -255,7 +255,9 @@ def unpack(archive, # A `.tar`, `.tar.gz`, `.tgz` or `.zip` file, known by its c
         cut = f'is truncated or damaged ({bad})'
         what = cut if _begins_as_archive(archive) else 'is no archive (.tar, .tar.gz, .tgz, .zip)'
         raise DataUnavailable(f'{archive} {what}. Nothing was unpacked; remove it to download it anew') from None
-    if not dest.exists() and not archive.is_file(): raise DataUnavailable(f'{archive} is not there to be unpacked')
+    if (redo or not dest.is_dir()) and not archive.is_file():
+        what = 'is a folder, no archive' if archive.is_dir() else 'is not there to be unpacked'
+        raise DataUnavailable(f'{archive} {what}')
     build_folder(dest, fill, redo=redo)
     return dest
 

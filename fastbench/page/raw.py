@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from .charts import peaks_of, steps_of
 from .html import csv_text
 from ..runs.figures import Phases, _broken, _no_profile
-from ..measure.phases import HEAD, values
+from ..measure.phases import HEAD, LOGS, values
 from ..errors import UserError
 from ..runs.record import Run, from_json
 
@@ -71,14 +71,12 @@ def _walk(o, at, depth=0):
     else: yield at, o if isinstance(o, str) else json.dumps(o, ensure_ascii=False)
 
 # %% ../../nbs/page/02_raw.ipynb #493d67ae
-_values = 'fit','steps','device','waited','held'
-
 def fields(run:Run # What was kept
     )->dict: # name with dots -> text; no values of steps
     "Return every field of a Run"
     p = run.profile if isinstance(run.profile, dict) else {}
     d = {k: v for k,v in run.as_dict().items() if k != 'profile'}
-    if p: d['profile'] = {k: v for k,v in p.items() if k not in _values}
+    if p: d['profile'] = {k: v for k,v in p.items() if k not in LOGS}
     return dict(_walk(d, ''))
 
 # %% ../../nbs/page/02_raw.ipynb #ae897af5

@@ -61,13 +61,15 @@ def check_folder(folder=FOLDER # Made if missing
 def _file_in(folder): return next((o for o in (folder, *folder.parents) if o.exists() and not o.is_dir()), folder)
 
 # %% ../../nbs/runs/02_store.ipynb #cf6e2962
+_plain_name = re.compile(r'(?!\.)[^/\\:\x00-\x1f]{1,200}')  # not hidden, in no other folder
+
 def save(run:Run, # What to keep
          folder=FOLDER, # Where; made if missing
     )->Path: # The file
     "Save `run`"
     if run._pace is not None:
         raise UserError(f'{run.id} was read without its profile, and to save it would lose that: load it whole')
-    if not re.fullmatch(r'[^/\\\0]+', run.id) or run.id in ('.', '..'):
+    if not isinstance(run.id, str) or not _plain_name.fullmatch(run.id):
         raise UserError(f'id={run.id!r} is no file name, and that of a Run is one: leave it out, and the Run gets one')
     path = Path(folder)/f'{run.id}.json'
     try:
