@@ -259,7 +259,8 @@ def _write(self:CheckpointEvery, epoch, stage, steps, state=None, done=False):
 
 @patch
 def _not_written(self:CheckpointEvery, error, why):
-    if self._unwritten == (at := (self.learn.train_iter, why)): return  # the last step's is written once more at the end
+    at = self.learn.train_iter,why
+    if at == self._unwritten: return  # said already: at the end the last step's is tried once more
     self._unwritten = at
     self.failed.append(why)
     self._say(f'no checkpoint after step {self.learn.train_iter} ({error}): the training goes on, the checkpoint '
