@@ -138,7 +138,7 @@ def test_a_run_that_cannot_be_written_says_where_it_is(tmp_path):
     def spoil(told):
         out.rmdir()
         out.write_text('now a file')
-    with pytest.raises(NotKept, match='it is kept as') as e: launch(SMALL, out, at('fit', spoil), device='cpu')
+    with pytest.raises(NotKept, match='the Run is kept as') as e: launch(SMALL, out, at('fit', spoil), device='cpu')
     path = Path(str(e.value).split('kept as ')[1].split(': ')[0])
     assert load(path).status == 'ok'
     path.unlink()

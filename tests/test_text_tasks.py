@@ -62,7 +62,7 @@ def test_every_word_is_tagged_once_and_words_behind_the_end_are_none(tok):
 
 
 def test_tags_that_cannot_be(tok):
-    with pytest.raises(UserError, match='example 1 has 2 words and 1 tags'): TokenClassification.of([(['a'], ['O']), (['a', 'b'], ['O'])])
+    with pytest.raises(UserError, match='example 1 has 2 words and 1 tag:'): TokenClassification.of([(['a'], ['O']), (['a', 'b'], ['O'])])
     with pytest.raises(UserError, match="'B-Z' is none"): TokenClassification(['O', 'B-X']).collate(tok, [(['ba'], ['B-Z'])])
     with pytest.raises(UserError, match='one tag only'): TokenClassification(['O'])
 

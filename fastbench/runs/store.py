@@ -87,7 +87,7 @@ def _rescue(run, path, e):
                       f'{rescue.parent}. '
                       'Make room and run again') from e
     if file:
-        raise NotKept(f'{file} is a file, not a folder: the Run is kept as {rescue}; move it to a folder') from e
+        raise NotKept(f'{file} is a file, not a folder; the Run is kept as {rescue}: move it to a folder') from e
     raise NotKept(f'the Run cannot be written to {path.parent} ({e.strerror}); it is kept as {rescue}: make room, '
                   'then move it there') from e
 
