@@ -231,19 +231,17 @@ def is_prose(o): return o in SOME or o.startswith(('tutorials/', 'explanations/'
 @pytest.fixture(scope='module')
 def seen(site, url, browser):
     "Every page, opened once: what it asked for and complained of, what is wider than a phone or its box, and the contrasts of its text in both schemes"
-    contexts = [browser.new_context(viewport=PHONE, java_script_enabled=o) for o in (False, True)]
-    opened, res = [o.new_page() for o in contexts], types.SimpleNamespace(requests=[], console=[], wide=[], boxes=[], contrasts=[])
-    for page in opened:
-        page.on('request', lambda o: res.requests.append(o.url))
-        page.on('console', lambda o: res.console.append((o.page.url, o.text)) if o.type in ('error', 'warning') else None)
-        page.on('pageerror', lambda o: res.console.append(str(o)))
-        page.on('response', lambda o: res.console.append((o.url, o.status)) if o.status >= 400 else None)
+    context = browser.new_context(viewport=PHONE)
+    page, res = context.new_page(), types.SimpleNamespace(requests=[], console=[], wide=[], boxes=[], contrasts=[])
+    page.on('request', lambda o: res.requests.append(o.url))
+    page.on('console', lambda o: res.console.append((page.url, o.text)) if o.type in ('error', 'warning') else None)
+    page.on('pageerror', lambda o: res.console.append((page.url, str(o))))
+    page.on('response', lambda o: res.console.append((o.url, o.status)) if o.status >= 400 else None)
     small = json.loads((site/'search.json').read_text(encoding='utf-8'))
     small['items'] = small['items'][:3]  # its index is the same on each page, and takes most of the time
     some = [o for o in pages(site) if not o.startswith('source/')] + ['source/compare.runs.html', 'source/text.hf.html', 'source/benchmarks/gains.html']
     for i, o in enumerate(some):
-        if i == 3: contexts[1].route('**/search.json', lambda r: r.fulfill(json=small))
-        page = opened[is_prose(o) or i < 3 or i%10 == 0 or 'class="output html"' in (site/o).read_text(encoding='utf-8')]  # what the script changes, else most of the time is its start
+        if i == 3: context.route('**/search.json', lambda r: r.fulfill(json=small))
         page.goto(url + o)
         for size in (PHONE, DESKTOP) if i%2 == 0 else (DESKTOP, PHONE):  # a page opens at the size of the one before
             page.set_viewport_size(size)
@@ -258,7 +256,7 @@ def seen(site, url, browser):
                 back = page.evaluate('getComputedStyle(document.body).backgroundColor')
                 res.contrasts.append((o, dark, page.evaluate(CONTRASTS), sum(map(int, re.findall(r'\d+', back)[:3])) < 200))
             if is_prose(o): page.emulate_media(color_scheme='light')
-    for o in contexts: o.close()
+    context.close()
     return res
 
 

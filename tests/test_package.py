@@ -305,7 +305,7 @@ def drift(folder): return subprocess.run([folder/'.ci'/'drift'], env={**os.envir
 
 @pytest.mark.skipif(os.name == 'nt', reason='a bash script')
 def test_drift_is_named(checkout):
-    "That there is none is what .ci/run itself looks at"
+    assert drift(checkout).returncode == 0, drift(checkout).stderr
     module = checkout/'fastbench'/'recipe.py'
     module.write_text(module.read_text() + '\n# edited by hand\n')
     nb = checkout/'nbs'/'02_recipe.ipynb'

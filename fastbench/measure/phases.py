@@ -181,6 +181,10 @@ def to_dict(profile:Profile # Profile to write
     logs = {k: {p: _log_dict(o) for p,o in getattr(profile, k).items() if len(o)} for k in LOGS}
     return dict(**logs, outside=profile.outside, peaks=profile.peaks, facts=profile.facts)
 
+def _no_profile(e, asks='Was the file edited?'):
+    what = f'it lacks {e}' if isinstance(e, KeyError) else str(e)
+    return f'this is no profile: {what}. {asks}'
+
 def from_dict(d:dict # Output of `to_dict`
     )->Profile: # The same profile
     "Read a profile back from a dict"
@@ -192,8 +196,7 @@ def from_dict(d:dict # Output of `to_dict`
         res.outside.update(d['outside'])
         res.peaks,res.facts = d['peaks'],d['facts']
     except (KeyError, TypeError, AttributeError) as e:
-        what = f'it lacks {e}' if isinstance(e, KeyError) else str(e)
-        raise UserError(f'this is no profile: {what}. Was the file written by fastbench, and whole?') from None
+        raise UserError(_no_profile(e, 'Was the file written by fastbench, and whole?')) from None
     return res
 
 # %% ../../nbs/measure/00_phases.ipynb #f6f5ee62

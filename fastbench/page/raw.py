@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from .charts import peaks_of, steps_of
 from .html import csv_text
-from ..runs.figures import Phases, _broken, _no_profile
-from ..measure.phases import HEAD, LOGS, values
+from ..runs.figures import Phases, _broken
+from ..measure.phases import HEAD, LOGS, _no_profile, values
 from ..errors import UserError
 from ..runs.record import Run, from_json
 

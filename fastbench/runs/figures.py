@@ -8,7 +8,7 @@ __all__ = ['Phases', 'read_phases', 'peaks_of', 'Goal', 'Figures', 'measured']
 # %% ../../nbs/runs/00_figures.ipynb #37c58b6b
 from dataclasses import dataclass
 
-from ..measure.phases import from_dict, notes, rows, stats
+from ..measure.phases import _no_profile, from_dict, notes, rows, stats
 from ..errors import UserError
 
 # %% ../../nbs/runs/00_figures.ipynb #07d67df7
@@ -45,10 +45,6 @@ def read_phases(d:dict, # What `phases.to_dict` wrote
     try: return Phases(from_dict(d))
     except UserError as e: raise UserError(f'{name}: {e}') from None
     except _broken as e: raise UserError(f'{name}: {_no_profile(e)}') from None
-
-def _no_profile(e):
-    what = f'it lacks {e}' if isinstance(e, KeyError) else str(e)
-    return f'this is no profile: {what}. Was the file edited?'
 
 # %% ../../nbs/runs/00_figures.ipynb #ac918b4d
 def _is_number(v): return isinstance(v, (int, float)) and not isinstance(v, bool)
