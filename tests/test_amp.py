@@ -16,6 +16,7 @@ from fastbench.callback.amp import MixedPrecision, check_precision, to_float
 from fastbench.measure.stopwatch import EVENTS
 from fastbench.errors import UserError
 from fastbench.train.learner import BenchLearner
+from gpu import needs_gpu, to_gpu
 from test_profiler import CANCELS, Raise, Validates, items, on
 
 
@@ -225,12 +226,10 @@ def test_export(tmp_path):
     clean(learn)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@needs_gpu
 @pytest.mark.parametrize('mode', ['fp16', 'bf16'])
 def test_on_cuda(mode):
-    learn = make(mode)
-    learn.model.cuda()
-    learn.dls.device = torch.device('cuda')
+    learn = to_gpu(make(mode))
     learn.fit(2)
     assert learn.mixed_precision._device == 'cuda'
     clean(learn)

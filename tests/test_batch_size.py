@@ -23,6 +23,7 @@ from fastbench.callback.ema import EMACallback
 from fastbench.callback.half import HalfPrecision
 from fastbench.errors import UserError
 from fastbench.train.learner import BenchLearner
+from gpu import needs_gpu, to_gpu
 
 
 class Net(nn.Module):
@@ -214,15 +215,13 @@ def test_less_memory_smaller_batch(root):
     assert 1 < small < big < 4096 and 1.4 < big/small < 3 and p <= 400 and q <= 200
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@needs_gpu
 def test_on_cuda():
-    learn = make(n=2**20, width=64)
-    learn.dls.to('cuda')
-    learn.dls.device = torch.device('cuda')
+    learn = to_gpu(make(n=2**20, width=64))
     before = torch.cuda.memory_allocated()
     big, small = (learn.find_batch_size(memory=o) for o in ('2GB', '1GB'))
     assert 1.5 < big/small < 3 and big.peak <= 2e9 and small.peak <= 1e9
-    assert torch.cuda.memory_allocated() <= before + sum(p.numel()*4 for p in learn.model.parameters()) + 2**20
+    assert torch.cuda.memory_allocated() <= before + sum(p.numel()*4 for p in learn.model.parameters()) + 2**27  # cuBLAS keeps its workspaces: 65 MiB on an H200
     torch.empty(int(3e9), dtype=torch.uint8, device='cuda')  # the limit is gone
 
 

@@ -24,6 +24,7 @@ from fastbench.measure.stopwatch import EVENTS
 from fastbench.bench.learner import bench_learner
 from fastbench.errors import UserError
 from fastbench.train.learner import BenchLearner
+from gpu import needs_gpu, to_gpu
 from test_profiler import CANCELS, Raise, Validates, items, on
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -483,13 +484,11 @@ def test_recipes():
         assert bench_learner('digits-xresnet18', precision='half-bf16', device='cpu', offline=True).precision == 'half-bf16'
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@needs_gpu
 @pytest.mark.parametrize('dtype', ['fp16', 'bf16'])
 @pytest.mark.parametrize('opt', [SGD, Adam])
 def test_on_cuda(dtype, opt):
-    learn = make(dtype, opt_func=opt)
-    learn.model.cuda()
-    learn.dls.device = torch.device('cuda')
+    learn = to_gpu(make(dtype, opt_func=opt))
     learn.fit(2)
     assert learn.mixed_precision._device == 'cuda' and learn.model.dtypes == {learn.mixed_precision.dtype}
     learn.validate()

@@ -21,6 +21,7 @@ from fastbench.bench.learner import bench_learner
 from fastbench.train.optimizer import TorchOptimizer, foreach_adam, foreach_adamw, foreach_sgd, fused_adam, fused_adamw, fused_sgd, torch_opt
 from fastbench.errors import UserError
 from fastbench.train.learner import BenchLearner
+from gpu import needs_gpu, to_gpu
 from test_profiler import on
 
 PAIRS = {
@@ -315,13 +316,12 @@ def test_recipe_refusals():
     with pytest.raises(UserError, match="no eps"): bench_learner('digits-xresnet18', opt='fused_sgd', eps=1e-3)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@needs_gpu
 @pytest.mark.parametrize('theirs,ours', EACH, ids=IDS)
 def test_on_cuda(theirs, ours, tmp_path):
     got = []
     for f in (theirs, ours):
-        learn = make(f, path=tmp_path)
-        learn.dls.device = torch.device('cuda')
+        learn = to_gpu(make(f, path=tmp_path))
         learn.fit_one_cycle(1)
         learn.save('x')
         learn.load('x')

@@ -28,6 +28,7 @@ from fastbench.machine.flops import measure_peak
 from fastbench.train.loop import FastLoop
 from fastbench.measure.phases import TRAIN, VALID, rows, values, SYNCS
 from fastbench.errors import UserError
+from gpu import needs_gpu, to_gpu
 
 CANCELS = [CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
            CancelTrainException, CancelValidException]
@@ -517,9 +518,9 @@ def test_device_clock_never_waits_while_training(monkeypatch):
     assert value(r, 'train', 'forward', 'device_mean') == .25 and value(r, 'valid', 'predict', 'device_mean') == .25
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@needs_gpu
 def test_device_clock_on_cuda(monkeypatch):
-    learn, calls = make(), []
+    learn, calls = to_gpu(make()), []
     sync = torch.cuda.synchronize
     monkeypatch.setattr(torch.cuda, 'synchronize', lambda *a: (calls.append(1), sync(*a)))
     learn.fit(2)

@@ -1,7 +1,6 @@
 "Channels-last, torch.compile, gradient checkpointing and time-to-accuracy where a reader of the lessons does not look."
 import shutil
 import warnings
-from inspect import signature
 
 import numpy as np
 import pytest
@@ -214,7 +213,6 @@ def test_compiled_training_is_the_same():
     assert learn.compiling.recompiles == 0 and graphs() > 0
 
 
-@pytest.mark.skipif('isolate_recompiles' not in signature(torch.compile).parameters, reason='this PyTorch compiles a function eight times at most')
 def test_the_tenth_model_of_a_class_is_compiled_too():
     class Other(Net):
         def __init__(self, n):

@@ -9,6 +9,8 @@ __all__ = ['STRATEGIES', 'torchrun', 'tree', 'kill_tree', 'Tail', 'check_several
 # %% ../../nbs/bench/04_processes.ipynb #1fd8e0f0
 import json, os, pickle, re, shlex, signal, subprocess, sys, tempfile, time
 from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from .child import pack
@@ -24,6 +26,12 @@ from ..runs.unfinished import checkpoint_options
 # %% ../../nbs/bench/04_processes.ipynb #2a8f162b
 STRATEGIES = 'ddp','fsdp','zero1','zero2','zero3','zero2-offload','zero3-offload' # known without importing torch
 
+@cache
+def _shutdown():
+    "How long processes may take to end; before it had this option, torchrun gave them 30 s"
+    source = Path(find_spec('torch').submodule_search_locations[0])/'distributed'/'run.py'
+    return ('--shutdown-timeout', '60') if '--shutdown-timeout' in source.read_text(encoding='utf-8') else ()
+
 def torchrun(nproc:int, # Number of processes on this machine
              spec, # File that says what to train
              max_restarts:int=0, # How often all are restarted when one fails
@@ -32,7 +40,7 @@ def torchrun(nproc:int, # Number of processes on this machine
     "Return the command that starts the processes"
     more = ['--max-restarts', str(max_restarts)] if max_restarts else []
     return [sys.executable, '-m', 'torch.distributed.run', *meet, '--nproc-per-node', str(nproc),
-            '--shutdown-timeout', '60', '--monitor-interval', '0.1', *more, '-m', 'fastbench.bench.rank', str(spec)]
+            *_shutdown(), '--monitor-interval', '0.1', *more, '-m', 'fastbench.bench.rank', str(spec)]
 
 # %% ../../nbs/bench/04_processes.ipynb #aa7fc61f
 def _environment(nproc, threads=None):

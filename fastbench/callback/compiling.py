@@ -8,6 +8,7 @@ __all__ = ['Compile']
 # %% ../../nbs/callback/07_compiling.ipynb #4ab6c92e
 import warnings
 from inspect import signature
+from types import FunctionType
 
 import torch
 from fastai.callback.fp16 import MixedPrecision
@@ -26,13 +27,19 @@ def _n_graphs(): return compile_tools().utils.counters['stats']['unique_graphs']
 # Earlier versions of PyTorch have no such option
 _APART = dict(isolate_recompiles=True) if 'isolate_recompiles' in signature(torch.compile).parameters else {}
 
+def _apart(call):
+    "A function with code of its own, where PyTorch counts compilations by code; it makes one graph of an `nn.Sequential`"
+    def whole(*args, **kwargs): return call(*args, **kwargs)
+    return FunctionType(whole.__code__.replace(), whole.__globals__, closure=whole.__closure__)
+
 class _Call:
     "The compiled call of a model"
     def __init__(self, model, tell, options):
         self.model,self.tell,self.ways = model,tell,set()
         # CUDA graphs reuse the memory of the last output
         self.marks = options.get('mode') in ('reduce-overhead', 'max-autotune')
-        self.f = torch.compile(model._call_impl, **options, **_APART)
+        call = model._call_impl if _APART else _apart(model._call_impl)
+        self.f = torch.compile(call, **options, **_APART)
 
 # %% ../../nbs/callback/07_compiling.ipynb #085e3986
 @patch

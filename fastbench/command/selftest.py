@@ -33,7 +33,8 @@ def selftest(
         import fastbench.selftest.numbers, fastbench.selftest.trainings
     from fastbench.selftest.report import selftest
     def tell(row):
-        if not as_json: print(f"  {row['check']}: {row['verdict']}", file=sys.stderr, flush=True)
+        why = f" ({row['detail']})" if row['verdict'] == 'failed' else ''
+        if not as_json: print(f"  {row['check']}: {row['verdict']}{why}", file=sys.stderr, flush=True)
     found = selftest(device, full, tuple(only or ()), tell)
     save(found.run, out)
     page = page or Path(out)/'selftest.html'

@@ -102,6 +102,8 @@ WAITS = {  # recipe, changes, waits a step at most
     'texts, packed': ('docstrings-distilbert', dict(loader='packed', attention='values', sample=.3), 0)}
 
 # %% ../../nbs/selftest/00_checks.ipynb #e55744b8
+_WAITED = 'called a synchronizing CUDA operation' # Turning this on also warns, once, that it is a prototype
+
 def count_waits(here:Here, # Where
                 recipe:str, # Which training
                 **changes # Of its fields
@@ -113,7 +115,7 @@ def count_waits(here:Here, # Where
             warnings.simplefilter('always')
             learn.fit(1, cbs=seen)
     finally: torch.cuda.set_sync_debug_mode('default')
-    return sum('synchroniz' in str(o.message) for o in got)/max(1, seen.steps)
+    return sum(str(o.message).startswith(_WAITED) for o in got)/max(1, seen.steps)
 
 # %% ../../nbs/selftest/00_checks.ipynb #1ec661db
 @check('no wait of the host for the device in a training step')
@@ -146,6 +148,7 @@ class _Net(nn.Module):
 class _Augmented(list):
     "Batches that the device works on, `n` products each, before they are handed over"
     def __init__(self, batches, n): super().__init__(batches); self.n = n
+    def to(self, device): return self # they are there
     def __iter__(self):
         for x,y in super().__iter__():
             for _ in range(self.n): x = (x @ x.T @ x)/len(x)**2
@@ -159,16 +162,18 @@ NETS = {'launch-bound': dict(n=200, width=16, bs=16, bound='launch-bound'),
 def _dense(here, n, width, bs, steps, augment=0, opt_func=fused_sgd, **kwargs):
     torch.manual_seed(0)
     b = torch.randn(bs, width, device=here.device),torch.randn(bs, device=here.device)
-    dls = DataLoaders(_Augmented([b]*steps, augment), [], device=here.device)
+    dls = DataLoaders(_Augmented([b]*steps, augment), _Augmented([], 0), device=here.device)
     return BenchLearner(dls, _Net(n, width), loss_func=nn.MSELoss(), opt_func=opt_func, **kwargs)
 
 # %% ../../nbs/selftest/00_checks.ipynb #0ddf0941
+_REST = 2e-6 # Seconds between two kernels, at most
+
 def _compare_clocks(here, bound, steps=40, **net):
     learn = _fit(_dense(here, steps=steps, **net).profile())
     row = next(r for r in learn.profiler.table.rows if (r['phase'], r['action']) == ('train', 'step'))
     seen = _fit(_dense(here, steps=steps, **net).profile(kernels=True)).profiler.kernels.found
     busy = sum(o['seconds'] for o in seen['top']) if len(seen['top']) < 10 else seen['busy']*seen['seconds']
-    return row['device_busy'],busy,learn.profiler.table.verdict['bound']
+    return row['device_busy'],busy,seen['launches']*_REST,learn.profiler.table.verdict['bound']
 
 # %% ../../nbs/selftest/00_checks.ipynb #a72b8708
 @check("the device's rows agree with the sum of its kernels, and the verdict with what was made")
@@ -176,11 +181,11 @@ def _device_clock(here):
     here.only('cuda', 'xpu', why='this device has no second clock that could disagree')
     said = []
     for name,o in NETS.items():
-        ours,kernels,bound = _compare_clocks(here, **o)
+        ours,kernels,rest,bound = _compare_clocks(here, **o)
         require(bound == o['bound'], f'a training made {name} is called {bound}')
         require(ours is not None, f'{name}: what the device computed was not told from what it waited for')
         said.append(f'{name}: {1e3*ours:.3g} ms busy a step by events, {1e3*kernels:.3g} by kernels')
-        require(abs(ours/kernels - 1) < .15, said[-1])
+        require(.85*kernels < ours < 1.15*kernels + rest, said[-1])
     return '; '.join(said)
 
 # %% ../../nbs/selftest/00_checks.ipynb #735d97b9

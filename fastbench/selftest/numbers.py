@@ -10,6 +10,7 @@ import os
 from contextlib import contextmanager
 
 import torch
+from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
 
 from ..train.batch_size import free
@@ -93,16 +94,21 @@ def _largest_batch(here):
     return f'{int(found)}: {found.why}'
 
 # %% ../../nbs/selftest/01_numbers.ipynb #cc188ad5
+class _Scale(Callback):
+    "Read the scale of fp16 after each step; fastai's scaler is gone after the fit"
+    def after_batch(self):
+        amp = self.learn.mixed_precision
+        self.scale = (getattr(amp, '_scaler', None) or amp.scaler).get_scale()
+
 @check('fp16 overflows and recovers as with PyTorch\'s scaler read by the host')
 def _overflow(here):
     here.only('cuda', why='fp16 is trained on GPUs')
     scales = []
     for cls in (FastaiMixedPrecision, MixedPrecision):
-        learn = _dense(here, 4, 64, 64, 30, cbs=[cls('fp16', init_scale=2.**40)])
-        _fit(learn)
-        amp = learn.mixed_precision
-        scales.append((amp.scaler if cls is FastaiMixedPrecision else amp._scaler).get_scale())
-    theirs,ours,skipped = *scales,len(amp.skipped)
+        learn,seen = _dense(here, 4, 64, 64, 30, cbs=[cls('fp16', init_scale=2.**40)]),_Scale()
+        _fit(learn, cbs=seen)
+        scales.append(seen.scale)
+    theirs,ours,skipped = *scales,len(learn.mixed_precision.skipped)
     seen = f'scale after 30 steps: {theirs:g} by fastai, {ours:g} by fastbench, which skipped {skipped}'
     require(skipped > 0 and theirs == ours, seen)
     return f'{skipped} steps skipped, scale {ours:g}, as fastai has it'
