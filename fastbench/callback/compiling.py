@@ -28,7 +28,7 @@ def _n_graphs(): return compile_tools().utils.counters['stats']['unique_graphs']
 _APART = dict(isolate_recompiles=True) if 'isolate_recompiles' in signature(torch.compile).parameters else {}
 
 def _apart(call):
-    "A function with code of its own, where PyTorch counts compilations by code; it makes one graph of an `nn.Sequential`"
+    "A function with its own code: PyTorch counts compilations by code"
     def whole(*args, **kwargs): return call(*args, **kwargs)
     return FunctionType(whole.__code__.replace(), whole.__globals__, closure=whole.__closure__)
 

@@ -55,7 +55,7 @@ def copying():
         try: yield
         finally: told[1]()
 
-# %% ../../nbs/measure/06_loader.ipynb #d553808a
+# %% ../../nbs/measure/06_loader.ipynb #7d1c0a12
 @contextmanager
 def garbage_kept():
     "Let processes that are forked here collect none of this one's garbage: PyTorch ends one that frees a GPU's memory"
@@ -66,6 +66,7 @@ def garbage_kept():
     finally:
         if not frozen: gc.unfreeze()
 
+# %% ../../nbs/measure/06_loader.ipynb #d553808a
 def host_batches(fake_l # PyTorch's part of a fastai `DataLoader`
     ): # Iterator
     "Batches on the host, made in this process or in workers"
