@@ -17,21 +17,26 @@ class Freed:
 
 
 class Collects:
-    "Items that are made by a collection of garbage"
+    "Each item collects garbage"
     def __len__(self): return 4
     def __getitem__(self, i):
         gc.collect()
         return i
 
 
-@pytest.mark.parametrize('frozen', [False, True])
+@pytest.fixture(params=[False, True])
+def frozen(request):
+    "Has the program frozen objects itself?"
+    gc.unfreeze()
+    gc.collect()
+    if request.param: gc.freeze()
+    yield gc.get_freeze_count()
+    gc.freeze()  # as tests/conftest.py has it
+
+
 def test_a_worker_leaves_the_garbage_of_its_parent_alone(tmp_path, monkeypatch, frozen):
     "A batch that another stream used cannot be freed in a forked process: PyTorch aborts it"
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
-    gc.collect()
-    gc.unfreeze()
-    if frozen: gc.freeze()
-    n = gc.get_freeze_count()
     it = DataLoader(Collects(), bs=2, num_workers=1)
     cycle = [Freed(tmp_path/'freed')]
     cycle.append(cycle)
@@ -39,5 +44,4 @@ def test_a_worker_leaves_the_garbage_of_its_parent_alone(tmp_path, monkeypatch, 
     assert [b.tolist() for b in fastai_batches(it)] == [[0, 1], [2, 3]]
     gc.collect()
     assert set((tmp_path/'freed').read_text().split()) == {str(os.getpid())}
-    assert (gc.get_freeze_count() > 0) == frozen and (not frozen or gc.get_freeze_count() <= n)
-    gc.freeze()  # as tests/conftest.py has it
+    assert (gc.get_freeze_count() > 0) == (frozen > 0) and gc.get_freeze_count() <= frozen
