@@ -218,10 +218,11 @@ def test_less_memory_smaller_batch(root):
 @needs_gpu
 def test_on_cuda():
     learn = to_gpu(make(n=2**20, width=64))
+    learn.find_batch_size(memory='1GB')  # cuBLAS keeps the workspaces of its first products: 65 MiB on an H200
     before = torch.cuda.memory_allocated()
     big, small = (learn.find_batch_size(memory=o) for o in ('2GB', '1GB'))
     assert 1.5 < big/small < 3 and big.peak <= 2e9 and small.peak <= 1e9
-    assert torch.cuda.memory_allocated() <= before + sum(p.numel()*4 for p in learn.model.parameters()) + 2**27  # cuBLAS keeps its workspaces: 65 MiB on an H200
+    assert torch.cuda.memory_allocated() <= before + sum(p.numel()*4 for p in learn.model.parameters()) + 2**20
     torch.empty(int(3e9), dtype=torch.uint8, device='cuda')  # the limit is gone
 
 

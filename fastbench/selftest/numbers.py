@@ -95,10 +95,8 @@ def _largest_batch(here):
 
 # %% ../../nbs/selftest/01_numbers.ipynb #cc188ad5
 class _Scale(Callback):
-    "Read the scale of fp16 after each step; fastai's scaler is gone after the fit"
-    def after_batch(self):
-        amp = self.learn.mixed_precision
-        self.scale = (getattr(amp, '_scaler', None) or amp.scaler).get_scale()
+    "Read the scale of fp16 before the fit ends; fastai's scaler is gone after it"
+    def after_train(self): self.scale = self.learn.scaler.get_scale()
 
 @check('fp16 overflows and recovers as with PyTorch\'s scaler read by the host')
 def _overflow(here):
