@@ -12,7 +12,8 @@ from typing import Optional
 
 import typer
 
-from ..recipe import get_recipe
+from ..errors import UserError
+from ..recipe import check_field, get_recipe
 from .ab import _time
 from .options import Device, Json, argument, field, flag, option
 from .terminal import app, example, names_like, say
@@ -52,14 +53,18 @@ def _diagnose(given, changes, device, budget, as_json):
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # of imports
         from fastbench.bench.learner import bench_learner
-        from fastbench.own.kind import Function
         import fastbench.draw.diagnose  # adds Learner.diagnose_input
     found = bench_learner(recipe, device=device).diagnose_input(budget or 20.)
     print(found.to_json() if as_json else found)
-    if not as_json and isinstance(recipe, Function) and found.best: _say_proof(given, changes, found.best['change'])
+    change = found.best and found.best['change']
+    if not as_json and change and _takes(recipe, change): _say_proof(given, changes, change)
+
+def _takes(recipe, change):
+    "Does a field of the recipe do it?"
+    try: return bool(check_field(type(recipe), *field(change)))
+    except UserError: return False
 
 def _say_proof(given, changes, change):
-    "Say which command compares a function with and without the best remedy"
-    if change is None: return
+    "Say which command compares a training with and without the best remedy"
     both = (f'--both {k}={v}' for k,v in changes.items())
     say('to prove it: ' + ' '.join(['fastbench ab', shlex.quote(given), f'--set {change}', *both]))
