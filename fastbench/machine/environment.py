@@ -81,7 +81,9 @@ def worker_cores(
     return max(1, int(cores()['usable']))
 
 # %% ../../nbs/machine/00_environment.ipynb #eb3b547d
-BENEATH = 'numpy pandas pillow triton nvidia-cudnn-cu12 nvidia-cudnn-cu13'.split()
+# Recorded also where fastbench is only on the path, and its requirements are unknown
+BENEATH = '''fastai numpy pandas pillow timm torch torchvision transformers triton
+    nvidia-cudnn-cu12 nvidia-cudnn-cu13'''.split()
 
 def versions(
     )->dict: # Package name -> version, of those that are installed
