@@ -2,6 +2,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -67,6 +68,20 @@ def test_a_quick_one_begins_nothing_after_two_minutes(few, monkeypatch):
     assert found.rows[-1]['detail'].endswith('minutes are over: --full') and found.run.status == 'ok'
     assert verdicts(selftest('cpu', full=True))['late'] == 'passed'
     assert verdicts(selftest('cpu', only=('breaks', 'late'))) == dict(breaks='failed', late='passed')  # asked for by name
+
+
+@pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])
+def test_what_was_seen_is_kept_when_it_is_ended(few, signum):
+    "In a check, also in one that takes every error for its own"
+    def ends(here):
+        try: os.kill(os.getpid(), signum)
+        except Exception: return 'seen'
+    before = signal.getsignal(signum)
+    few |= dict(breaks=(ends, 'it is ended', False))
+    found = selftest('cpu')
+    assert verdicts(found) == dict(holds='passed', breaks='not run', elsewhere='not run', slow='skipped')
+    assert [o['detail'] for o in found.rows][1:3] == [f'ended by {signum.name}', 'the selftest was ended']
+    assert found.run.status == 'interrupted' and signal.getsignal(signum) is before
 
 
 def test_names(few):

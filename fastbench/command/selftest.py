@@ -33,7 +33,7 @@ def selftest(
         import fastbench.selftest.numbers, fastbench.selftest.trainings
     from fastbench.selftest.report import selftest
     def tell(row):
-        why = f" ({row['detail']})" if row['verdict'] == 'failed' else ''
+        why = f" ({row['detail']})" if row['verdict'] in ('failed', 'not run') else ''
         if not as_json: print(f"  {row['check']}: {row['verdict']}{why}", file=sys.stderr, flush=True)
     found = selftest(device, full, tuple(only or ()), tell)
     save(found.run, out)

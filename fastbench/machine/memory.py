@@ -85,7 +85,7 @@ def stop(self:PeakMemory)->dict: # host and device peak in bytes; `host_exact` i
 
 # %% ../../nbs/machine/01_memory.ipynb #0a7c3e02
 @contextmanager
-def only_new_collected(first:bool=True # Collect what is garbage now; done anyway where the program has frozen objects itself
+def only_new_collected(first:bool=True # Collect what is garbage now; done anyway if the program has frozen objects
     ):
     "In the block, garbage collections skip what is there now"
     mine = not gc.get_freeze_count()

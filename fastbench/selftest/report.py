@@ -6,7 +6,7 @@
 __all__ = ['QUICK', 'Selftest', 'selftest', 'Hardware', 'hardware']
 
 # %% ../../nbs/selftest/03_report.ipynb #se000003
-import time
+import signal, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,6 +86,13 @@ def _one(name, f, here, explain):
 def _without(name, verdict, why): # why it was not tried
     return dict(check=name, verdict=verdict, seconds=None, detail=why)
 
+def _unless_ended(signals, name, *args):
+    try:
+        with signals.raising(): row = _one(name, *args)
+    except Exception: # as it began or ended
+        if not signals.got: raise
+    return _without(name, 'not run', 'ended by ' + signal.Signals(signals.got[0]).name) if signals.got else row
+
 # %% ../../nbs/selftest/03_report.ipynb #9bb77a85
 QUICK = 120 # Seconds after which a quick selftest begins no other check
 
@@ -96,9 +103,11 @@ class _Turn:
     only: tuple
     started: float = field(default_factory=time.perf_counter)
     lost: bool = False
+    ended: bool = False # By Ctrl-C or a signal
     def why_not(self, name, slow): # (verdict, why), None: it is
         asked = self.full or name in self.only
         if slow and not asked: return 'skipped','takes minutes: --full'
+        if self.ended: return 'not run','the selftest was ended'
         if self.lost: return 'not run','the device failed in a check before this one'
         late = time.perf_counter() - self.started > QUICK
         if late and not asked: return 'skipped',f'{QUICK//60} minutes are over: --full'
@@ -113,26 +122,30 @@ def selftest(device=None, # As torch writes it: 'cuda', 'cuda:1', 'mps', 'xpu', 
     from fastbench.selftest import numbers, trainings # they register their checks
     from fastbench.selftest.checks import CHECKS, Here
     from fastbench.bench.failure import explain, is_lost
+    from fastbench.bench.launch import Signals
     from fastbench.train.learner import find_device
     for o in only:
         if o not in CHECKS: raise UserError(unknown('check', o, list(CHECKS)))
     here,rows,turn = Here(find_device(device), full),[],_Turn(full, tuple(only))
-    for name,(f,about,slow) in CHECKS.items():
-        if only and name not in only: continue
-        without = turn.why_not(name, slow)
-        row = _without(name, *without) if without else _one(name, f, here, explain)
-        turn.lost |= row['verdict'] == 'failed' and is_lost(row['detail'])
-        rows.append({**row, 'about': about})
-        tell(rows[-1])
-    return Selftest(_run_of(here, rows))
+    with Signals() as signals:
+        for name,(f,about,slow) in CHECKS.items():
+            if only and name not in only: continue
+            without = turn.why_not(name, slow)
+            row = _without(name, *without) if without else _unless_ended(signals, name, f, here, explain)
+            turn.lost |= row['verdict'] == 'failed' and is_lost(row['detail'])
+            turn.ended = bool(signals.got)
+            rows.append({**row, 'about': about})
+            tell(rows[-1])
+    return Selftest(_run_of(here, rows, signals.got))
 
 # %% ../../nbs/selftest/03_report.ipynb #e8b1418f
-def _run_of(here, rows):
+def _run_of(here, rows, signals=()):
     failed = [o['check'] for o in rows if o['verdict'] in ('failed', 'not run')]
     try: about = device_info(here.device)
     except UserError: about = dict(kind=here.device.type)
     recipe = dict(name='selftest', about='checks of a device', full=here.full)
-    return Run(recipe=recipe, status='failed' if failed else 'ok', error=', '.join(failed) or None, device=about,
+    status = 'interrupted' if signals else 'failed' if failed else 'ok'
+    return Run(recipe=recipe, status=status, error=', '.join(failed) or None, device=about,
                environment=environment(), extra=dict(kind='selftest', checks=rows))
 
 # %% ../../nbs/selftest/03_report.ipynb #4900b11b
