@@ -1,4 +1,6 @@
 "Batches reach a (pretended) GPU without a wait, in the right order, as they are on a CPU"
+import gc
+import os
 from functools import cache
 
 import pandas as pd
@@ -209,3 +211,29 @@ def test_bytes_go_to_the_device():
         next(iter(dls.train))
         n = dls.info['n_train']
         assert sum(o.bytes for o in gpu.copies) < n*(3*32*32 + 8+8) + 1000 and not gpu.waits
+
+
+class Freed:
+    "Says in which process it was freed"
+    def __init__(self, path): self.path = path
+    def __del__(self):
+        with open(self.path, 'a') as f: f.write(f'{os.getpid()}\n')
+
+
+class Collects:
+    "Each item collects garbage"
+    def __len__(self): return 4
+    def __getitem__(self, i):
+        gc.collect()
+        return i
+
+
+def test_a_worker_leaves_the_garbage_of_its_parent_alone(tmp_path):
+    "A batch that two streams used cannot be freed in a forked process: PyTorch aborts it"
+    with pretend(): list(batches_on([torch.zeros(2)], CUDA))
+    cycle = [Freed(tmp_path/'freed')]
+    cycle.append(cycle)
+    del cycle
+    assert [b.tolist() for b in DataLoader(Collects(), bs=2, num_workers=1)] == [[0, 1], [2, 3]]
+    gc.collect()
+    assert set((tmp_path/'freed').read_text().split()) == {str(os.getpid())}

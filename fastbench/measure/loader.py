@@ -9,19 +9,16 @@ __all__ = ['on_copy', 'batch_size', 'copying', 'host_batches', 'fastai_batches',
 # %% ../../nbs/measure/06_loader.ipynb #49607b7a
 import multiprocessing
 from collections.abc import Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain, product
 
-import torch
 from fastai.data.load import DataLoader
 from fastai.torch_core import to_device
 from fastcore.basics import patch
 from torch import Tensor
-
 from ..compat import batch_iterators, remember_pass
 from ..machine.group import before_fork
-from ..machine.memory import only_new_collected
 from .stopwatch import CLOSE, COPY, DRAW, DRAWN, END, ITER, STARTED, Stopwatch
 
 # %% ../../nbs/measure/06_loader.ipynb #19b76ce0
@@ -61,10 +58,8 @@ def copying():
 def host_batches(fake_l # PyTorch's part of a fastai `DataLoader`
     ): # Iterator
     "Batches on the host, made in this process or in workers"
-    if not fake_l.num_workers: return batch_iterators[True](fake_l)
-    before_fork()
-    frozen = only_new_collected(first=False) if torch.cuda.is_initialized() else nullcontext()
-    with frozen: return batch_iterators[False](fake_l)
+    if fake_l.num_workers: before_fork()
+    return batch_iterators[not fake_l.num_workers](fake_l)
 
 def _as_fastai(batches, device):
     for b in batches:

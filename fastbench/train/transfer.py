@@ -6,8 +6,9 @@
 __all__ = ['pinned', 'put', 'one_ahead', 'copy_stream', 'batches_on', 'CopiesAhead', 'batches_ahead']
 
 # %% ../../nbs/train/00_transfer.ipynb #5bd70c33
+import gc, os
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 
 import torch
 from fastai.torch_core import apply, defaults, to_device
@@ -67,9 +68,15 @@ def one_ahead(
 # %% ../../nbs/train/00_transfer.ipynb #7915a54f
 _streams = {} # Device -> the stream that copies to it
 
+@cache
+def _spare_forks():
+    "From now on, processes that are forked never collect what they inherit"
+    if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=gc.freeze)
+
 def copy_stream(device:torch.device # A GPU
     ): # A `torch.cuda.Stream`
     "Stream for copying batches to a GPU"
+    _spare_forks()
     if not isinstance(_streams.get(device), torch.cuda.Stream): _streams[device] = torch.cuda.Stream(device)
     return _streams[device]
 
