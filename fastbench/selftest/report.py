@@ -103,7 +103,7 @@ class _Turn:
     only: tuple
     started: float = field(default_factory=time.perf_counter)
     lost: bool = False
-    ended: bool = False # By Ctrl-C or a signal
+    ended: list = () # Signals that came
     def why_not(self, name, slow): # (verdict, why), None: it is
         asked = self.full or name in self.only
         if slow and not asked: return 'skipped','takes minutes: --full'
@@ -126,14 +126,14 @@ def selftest(device=None, # As torch writes it: 'cuda', 'cuda:1', 'mps', 'xpu', 
     from fastbench.train.learner import find_device
     for o in only:
         if o not in CHECKS: raise UserError(unknown('check', o, list(CHECKS)))
-    here,rows,turn = Here(find_device(device), full),[],_Turn(full, tuple(only))
+    here,rows = Here(find_device(device), full),[]
     with Signals() as signals:
+        turn = _Turn(full, tuple(only), ended=signals.got)
         for name,(f,about,slow) in CHECKS.items():
             if only and name not in only: continue
             without = turn.why_not(name, slow)
             row = _without(name, *without) if without else _unless_ended(signals, name, f, here, explain)
             turn.lost |= row['verdict'] == 'failed' and is_lost(row['detail'])
-            turn.ended = bool(signals.got)
             rows.append({**row, 'about': about})
             tell(rows[-1])
     return Selftest(_run_of(here, rows, signals.got))

@@ -76,8 +76,9 @@ def _spare_forks():
 def copy_stream(device:torch.device # A GPU
     ): # A `torch.cuda.Stream`
     "Stream for copying batches to a GPU"
-    _spare_forks()
-    if not isinstance(_streams.get(device), torch.cuda.Stream): _streams[device] = torch.cuda.Stream(device)
+    if not isinstance(_streams.get(device), torch.cuda.Stream):
+        _spare_forks()
+        _streams[device] = torch.cuda.Stream(device)
     return _streams[device]
 
 def _arrived(b, moved, done, device):
