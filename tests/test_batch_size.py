@@ -1,4 +1,5 @@
 "find_batch_size: exact where the limit is known, within a memory limit, and nothing is touched."
+import os
 import random
 import subprocess
 import sys
@@ -209,7 +210,9 @@ print([int(o) for o in res], [(o.peak - base)/2**20 for o in res])
 
 @pytest.mark.skipif(not sys.platform.startswith('linux'), reason='elsewhere the peak is sampled')
 def test_less_memory_smaller_batch(root):
-    got = subprocess.run([sys.executable, '-c', HALF.format(tests=str(root/'tests'))], capture_output=True, text=True)
+    "What is freed goes back to the system at once, or the C library's own choice decides which batch fits: 384 to 512 were found, and 905 each time like this"
+    env = os.environ | dict(MALLOC_MMAP_THRESHOLD_='65536')
+    got = subprocess.run([sys.executable, '-c', HALF.format(tests=str(root/'tests'))], capture_output=True, text=True, env=env)
     assert got.returncode == 0, got.stderr[-2000:]
     (big, small), (p, q) = eval(got.stdout.splitlines()[-1].replace('] [', '],['))
     assert 1 < small < big < 4096 and 1.4 < big/small < 3 and p <= 400 and q <= 200
