@@ -81,7 +81,7 @@ def ratio(times, a, b):
 
 def verdict(name, found, bar, unit='times'):
     got, (lo, _, hi) = found
-    print(f'{name}: {got:.2f} {unit}, bar {bar}: {"reached" if got >= bar else "MISSED"} (quartiles {lo:.2f} to {hi:.2f})', flush=True)
+    print(f'{name}: {got:.3g} {unit}, bar {bar}: {"reached" if got >= bar else "MISSED"} (quartiles {lo:.3g} to {hi:.3g})', flush=True)
     return got >= bar
 
 
@@ -207,14 +207,14 @@ def told(d):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('part', choices=['decode', 'loader', 'accuracy'])
-    parser.add_argument('--images', type=int, help='default: 24 to decode, 640 to load')
-    parser.add_argument('--rounds', type=int, help='default: 60 to decode, 4 to load, 5 pairs to train')
+    parser.add_argument('--images', type=int, help='default: 96 to decode, 640 to load')
+    parser.add_argument('--rounds', type=int, help='default: 30 to decode, 4 to load, 5 pairs to train')
     parser.add_argument('--workers', type=int, default=2, help='worker processes of fastai, threads of ours')
     parser.add_argument('--epochs', type=int, help='of each training; default: those of the recipe')
     parser.add_argument('--sample', type=float, help='share of the images, to try it; default: all')
     parser.add_argument('--margin', type=float, default=.03, help='difference in accuracy that does not matter, as a share')
     args = parser.parse_args()
-    run, images, rounds = dict(decode=(bench_decode, 24, 60), loader=(bench_loader, 640, 4), accuracy=(bench_accuracy, 0, 5))[args.part]
+    run, images, rounds = dict(decode=(bench_decode, 96, 30), loader=(bench_loader, 640, 4), accuracy=(bench_accuracy, 0, 5))[args.part]
     args.images, args.rounds = args.images or images, args.rounds or rounds
     if args.part != 'accuracy': torch.set_num_threads(1)
     sys.exit(0 if run(args) else 1)

@@ -20,6 +20,7 @@ from fastai.vision.augment import FlipItem, RandomCrop, RandomResizedCrop, Resiz
 from fastai.vision.core import BILINEAR
 from PIL import Image
 
+from ..compat import resize_smooth
 from ..errors import UserError
 from .decode import Header, Scratch, decode, decoders
 
@@ -165,36 +166,49 @@ def cut_exactly(im, # A Pillow image
 # %% ../../nbs/draw/03_cut.ipynb #c74391fd
 def pick_divisor(c:Crop, # What is wanted
                  size, # Width and height of the image
-                 divisors=(1, 2, 4, 8), # Those the decoder has
+                 divisors=(1, 2, 4, 8), # Those the decoder has, the least first
     )->int:
     "By how much the size can be divided so that the box is still as large as the result"
     (l,t,r,b),(w,h) = c.box,c.size
-    if min(l, t) < 0 or r > size[0] or b > size[1]: return 1
-    m = min((r-l)/w, (b-t)/h)
-    return max(d for d in divisors if d <= max(m, 1))
+    if l < 0 or t < 0 or r > size[0] or b > size[1]: return 1
+    most = min((r-l)//w, (b-t)//h)
+    for d in divisors[::-1]:
+        if d <= most: return d
+    return 1
 
-def _outward(lo, hi, d, n):
-    "A stretch in pixels that are `d` times as wide, `n` in all, and the padding at both ends"
+def _inside(lo, hi, d, n):
+    "A stretch in pixels that are `d` times as wide, of which there are `n`, and the padding at both ends"
     lo,hi = lo//d,-(-hi//d)
-    return max(lo, 0), min(hi, n), max(-lo, 0), max(hi-n, 0)
+    return slice(max(lo, 0), min(hi, n)),(max(-lo, 0), max(hi-n, 0))
+
+def _padded(x, across, down, d, mode):
+    (rows,down),(cols,across) = _inside(*down, d, len(x)),_inside(*across, d, x.shape[1])
+    return np.pad(x[rows, cols], (down, across, (0, 0)), mode)
 
 # %% ../../nbs/draw/03_cut.ipynb #ea70b52b
 _scratch = Scratch() # no picture outlives `cut`
 _PADS = dict(zeros='constant', border='edge', reflection='reflect')
-_MODES = {BILINEAR: 'bilinear', Image.Resampling.BICUBIC: 'bicubic'}
+_MODES = BILINEAR,Image.Resampling.BICUBIC
+_resize_cubic = partial(F.interpolate, mode='bicubic', align_corners=False, antialias=True)
 
 def _part(x, c, size):
-    "The box of an image that has `size` when nothing is divided"
+    "The box of an image that has `size` when nothing is divided: (1, channels, height, width)"
     (l,t,r,b),(w,h) = c.box,size
     if c.mirrored: l,r = w-r,w-l
-    d = next(d for d in (1, 2, 4, 8) if x.shape[:2] == (-(-h//d), -(-w//d)))
-    l,r,*across = _outward(l, r, d, x.shape[1])
-    t,b,*down = _outward(t, b, d, x.shape[0])
-    x = x[t:b, l:r]
-    if any(across) or any(down): return np.pad(x, (down, across, (0, 0)), _PADS[c.pad_mode])
-    res = _scratch.bytes(x.size, 'box')[:x.size].reshape(x.shape)
-    np.copyto(res, x)
-    return res
+    d = 1 if len(x) == h else next(d for d in (2, 4, 8) if x.shape[:2] == (-(-h//d), -(-w//d)))
+    if l < 0 or t < 0 or r > w or b > h: res = _padded(x, (l, r), (t, b), d, _PADS[c.pad_mode])[None]
+    else:
+        x = x[t//d:-(-b//d), l//d:-(-r//d)]
+        res = _scratch.bytes(x.size, 'box')[:x.size].reshape(1, *x.shape)
+        res[0] = x
+    return res.transpose(0, 3, 1, 2)
+
+def _resized(x, size, mode, divided):
+    "Across and then down, as Pillow does; down first where its pixels are not kept anyway, as fewer rows are left then"
+    (h,w),resize = x.shape[2:],resize_smooth if mode == BILINEAR else _resize_cubic
+    x = torch.from_numpy(x) # channels last, which the filter likes
+    if divided and size[0] < h: x = resize(x, (size[0], w))
+    return resize(x, size).numpy()
 
 def cut_pixels(x, # uint8 (height, width, channels), at full size or divided
                c:Crop, # What is wanted, in pixels at full size
@@ -202,13 +216,12 @@ def cut_pixels(x, # uint8 (height, width, channels), at full size or divided
                out, # uint8 (channels, height, width): where it goes
     ):
     "Cut, resize and mirror an image into its place"
-    x = torch.from_numpy(_part(x, c, size))[None].permute(0, 3, 1, 2) # channels last, which its filter for bytes likes
-    if tuple(x.shape[-2:]) != c.size[::-1]:
-        x = F.interpolate(x, c.size[::-1], mode=_MODES[c.resample], align_corners=False, antialias=True)
-    x = x[0].numpy()
+    part,(w,h) = _part(x, c, size),c.size
+    if part.shape[2:] != (h, w): part = _resized(part, (h, w), c.resample, len(x) < size[1])
+    x = part[0]
     if c.window:
         l,t,r,b = c.window
-        if c.mirrored: l,r = c.size[0]-r,c.size[0]-l
+        if c.mirrored: l,r = w-r,w-l
         x = x[:, t:b, l:r]
     out[:] = x[..., ::-1] if c.flip != c.mirrored else x
 

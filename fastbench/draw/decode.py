@@ -10,7 +10,7 @@ __all__ = ['decoders', 'CorruptImage', 'unreadable', 'Header', 'jpeg_header', 'r
 import io, struct, threading
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Callable
+from typing import Callable, NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -34,8 +34,7 @@ def unreadable(what, # The file's name, or the number of the item
     return CorruptImage(f'cannot read the image {what}: {why}. Restore or remove that file')
 
 # %% ../../nbs/draw/00_decode.ipynb #cdbd75ea
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     "The header of an image file"
     format: str # 'jpeg' where it is one; else as Pillow calls it
     width: int # Pixels
@@ -74,10 +73,10 @@ class Decoder:
     "A decoder and its abilities"
     name: str # As it is asked for
     decode: Callable # (bytes, divisor, gray) -> uint8 (height, width, channels)
-    divisors: tuple = (1,) # The size can be divided by these
+    divisors: tuple = (1,) # The size can be divided by these, the least first
     formats: tuple = () # Those it is for; (): every one
     exact: bool = False # Is every pixel Pillow's?
-    reuses: bool = False # Does it take memory to write into, as `buffer`?
+    reuses: bool = False # Does it take memory to write into, `buffer`, and height and width of the result, `size`?
     missing: Callable = lambda: '' # What keeps it from working here, in words; '': nothing
 
 decoders = {} # name -> `Decoder`
@@ -124,11 +123,10 @@ def _halved(n, divisor): return -(-n//divisor)
 
 @decoder('simplejpeg', divisors=(1, 2, 4, 8), formats=('jpeg',), reuses=True,
          missing=_needs('simplejpeg'))
-def _simplejpeg(data, divisor=1, gray=False, buffer=None):
-    from simplejpeg import decode_jpeg, decode_jpeg_header
-    h,w = decode_jpeg_header(data)[:2] if divisor > 1 else (0, 0)
-    return decode_jpeg(data, 'GRAY' if gray else 'RGB', min_height=_halved(h, divisor), min_width=_halved(w, divisor),
-                       buffer=buffer)
+def _simplejpeg(data, divisor=1, gray=False, buffer=None, size=None):
+    import simplejpeg
+    if not size: size = [_halved(o, divisor) for o in simplejpeg.decode_jpeg_header(data)[:2]]
+    return simplejpeg.decode_jpeg(data, 'GRAY' if gray else 'RGB', min_height=size[0], min_width=size[1], buffer=buffer)
 
 # %% ../../nbs/draw/00_decode.ipynb #fc598f57
 def _torchvision_on(data, gray, device):
@@ -183,7 +181,8 @@ def decode(data:bytes, # Of the file
     if decoder.formats and _is_for(decoder, head):
         d,more = divisor if divisor in decoder.divisors else 1,{}
         if scratch and decoder.reuses:
-            more['buffer'] = scratch.bytes(_halved(head.width, d)*_halved(head.height, d)*(1 if gray else 3))
+            h,w = _halved(head.height, d),_halved(head.width, d)
+            more = dict(buffer=scratch.bytes(h*w*(1 if gray else 3)), size=(h, w))
         try: return decoder.decode(data, d, gray, **more)
         except Exception: pass # Pillow reads it, or says why not
     try: return decoders['pillow'].decode(data, 1, gray)
