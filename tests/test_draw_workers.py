@@ -1,11 +1,15 @@
 "Workers: how many, by measurement; and what is said when one hangs, dies, or is only slow"
 import glob
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 from fastai.data.core import DataLoaders, TfmdDL
@@ -131,3 +135,19 @@ def test_a_recipe_measures_its_workers(monkeypatch):
     learn = bench_learner('photos-xresnet18', loader='threads', **few)
     assert learn.dls.info['threads'] == learn.dls.train.threads == 1
     with pytest.raises(UserError, match="workers='auto' has no effect"): bench_learner('photos-xresnet18', loader='whole', cache='array', **few)
+
+
+def test_a_process_that_has_died_does_not_hang():
+    "However late its death is noticed, as on a busy machine"
+    board, p = workers._Board(1), subprocess.Popen([sys.executable, '-c', ''])
+    while psutil.Process(p.pid).status() != psutil.STATUS_ZOMBIE: time.sleep(.05)
+    board.notes[0], board.waiting = torch.tensor([6., time.monotonic() - 100, p.pid], dtype=torch.float64), True
+    watch = threading.Thread(target=workers._watch, args=(board, 1, str))
+    watch.start()
+    time.sleep(.7)
+    p.wait()  # and when it is gone for good
+    time.sleep(.7)
+    board.over = True
+    watch.join(10)
+    assert board.found is None and not watch.is_alive()
+    shutil.rmtree(board.folder)

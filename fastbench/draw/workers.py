@@ -10,6 +10,7 @@ import faulthandler, os, re, signal, tempfile, threading
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
 
+import psutil
 import torch
 from fastai.data.core import DataLoaders, TfmdDL
 from fastcore.basics import merge
@@ -83,6 +84,10 @@ class _Board:
         return ' > '.join(f'{name} ({file}:{line})' for file,line,name in calls[:4][::-1]) or 'it did not say where'
 
 # %% ../../nbs/draw/07_workers.ipynb #ba5e7112
+def _alive(pid):
+    try: return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess: return False
+
 def _watch(board, limit, name):
     "Until the epoch is over: name and end a worker that hangs, while its batch is waited for"
     while not board.over:
@@ -90,7 +95,7 @@ def _watch(board, limit, name):
         if not board.waiting: continue
         for i,(item,since,pid) in enumerate(board.notes.tolist()):
             seconds = monotonic() - since
-            if not item or seconds < limit: continue
+            if not item or seconds < limit or not _alive(int(pid)): continue # PyTorch says so when one has died
             board.found = stuck(name(int(item)-1), seconds, board.stack(i), limit)
             os.kill(int(pid), getattr(signal, 'SIGKILL', signal.SIGTERM))
             return
