@@ -195,7 +195,7 @@ def _part(x, c, size):
     "The box of an image that has `size` when nothing is divided: (1, channels, height, width)"
     (l,t,r,b),(w,h) = c.box,size
     if c.mirrored: l,r = w-r,w-l
-    d = 1 if len(x) == h else next(d for d in (2, 4, 8) if x.shape[:2] == (-(-h//d), -(-w//d)))
+    d = 1 if x.shape[:2] == (h, w) else next(d for d in (2, 4, 8) if x.shape[:2] == (-(-h//d), -(-w//d)))
     if l < 0 or t < 0 or r > w or b > h: res = _padded(x, (l, r), (t, b), d, _PADS[c.pad_mode])[None]
     else:
         x = x[t//d:-(-b//d), l//d:-(-r//d)]
@@ -217,7 +217,7 @@ def cut_pixels(x, # uint8 (height, width, channels), at full size or divided
     ):
     "Cut, resize and mirror an image into its place"
     part,(w,h) = _part(x, c, size),c.size
-    if part.shape[2:] != (h, w): part = _resized(part, (h, w), c.resample, len(x) < size[1])
+    if part.shape[2:] != (h, w): part = _resized(part, (h, w), c.resample, x.shape[1] < size[0])
     x = part[0]
     if c.window:
         l,t,r,b = c.window
