@@ -2068,6 +2068,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastbench.draw.cut._flip': ('draw/cut.html#_flip', 'fastbench/draw/cut.py'),
                                     'fastbench.draw.cut._inside': ('draw/cut.html#_inside', 'fastbench/draw/cut.py'),
                                     'fastbench.draw.cut._nothing': ('draw/cut.html#_nothing', 'fastbench/draw/cut.py'),
+                                    'fastbench.draw.cut._outside': ('draw/cut.html#_outside', 'fastbench/draw/cut.py'),
                                     'fastbench.draw.cut._padded': ('draw/cut.html#_padded', 'fastbench/draw/cut.py'),
                                     'fastbench.draw.cut._part': ('draw/cut.html#_part', 'fastbench/draw/cut.py'),
                                     'fastbench.draw.cut._random_box': ('draw/cut.html#_random_box', 'fastbench/draw/cut.py'),

@@ -164,13 +164,18 @@ def cut_exactly(im, # A Pillow image
     return x[None] if x.ndim == 2 else x.transpose(2, 0, 1)
 
 # %% ../../nbs/draw/03_cut.ipynb #c74391fd
+def _outside(box, size):
+    "Does a box reach over the edge of an image?"
+    (l,t,r,b),(w,h) = box,size
+    return l < 0 or t < 0 or r > w or b > h
+
 def pick_divisor(c:Crop, # What is wanted
                  size, # Width and height of the image
                  divisors=(1, 2, 4, 8), # Those the decoder has, the least first
     )->int:
     "By how much the size can be divided so that the box is still as large as the result"
     (l,t,r,b),(w,h) = c.box,c.size
-    if l < 0 or t < 0 or r > size[0] or b > size[1]: return 1
+    if _outside(c.box, size): return 1
     most = min((r-l)//w, (b-t)//h)
     for d in divisors[::-1]:
         if d <= most: return d
@@ -188,24 +193,24 @@ def _padded(x, across, down, d, mode):
 # %% ../../nbs/draw/03_cut.ipynb #ea70b52b
 _scratch = Scratch() # no picture outlives `cut`
 _PADS = dict(zeros='constant', border='edge', reflection='reflect')
-_MODES = BILINEAR,Image.Resampling.BICUBIC
-_resize_cubic = partial(F.interpolate, mode='bicubic', align_corners=False, antialias=True)
+_FILTERS = {BILINEAR: resize_smooth,
+            Image.Resampling.BICUBIC: partial(F.interpolate, mode='bicubic', align_corners=False, antialias=True)}
 
 def _part(x, c, size):
-    "The box of an image that has `size` when nothing is divided: (1, channels, height, width)"
+    "The box of an image that has `size` when nothing is divided: (1, channels, height, width); and the divisor"
     (l,t,r,b),(w,h) = c.box,size
     if c.mirrored: l,r = w-r,w-l
-    d = 1 if x.shape[:2] == (h, w) else next(d for d in (2, 4, 8) if x.shape[:2] == (-(-h//d), -(-w//d)))
-    if l < 0 or t < 0 or r > w or b > h: res = _padded(x, (l, r), (t, b), d, _PADS[c.pad_mode])[None]
+    d = next(d for d in (1, 2, 4, 8) if x.shape[:2] == (-(-h//d), -(-w//d)))
+    if _outside(c.box, size): res = _padded(x, (l, r), (t, b), d, _PADS[c.pad_mode])[None]
     else:
         x = x[t//d:-(-b//d), l//d:-(-r//d)]
         res = _scratch.bytes(x.size, 'box')[:x.size].reshape(1, *x.shape)
         res[0] = x
-    return res.transpose(0, 3, 1, 2)
+    return res.transpose(0, 3, 1, 2),d
 
 def _resized(x, size, mode, divided):
-    "Across and then down, as Pillow does; down first where its pixels are not kept anyway, as fewer rows are left then"
-    (h,w),resize = x.shape[2:],resize_smooth if mode == BILINEAR else _resize_cubic
+    "Across, then down, as Pillow does; a divided image first down, as across is slower, and has fewer rows to do then"
+    (h,w),resize = x.shape[2:],_FILTERS[mode]
     x = torch.from_numpy(x) # channels last, which the filter likes
     if divided and size[0] < h: x = resize(x, (size[0], w))
     return resize(x, size).numpy()
@@ -216,9 +221,9 @@ def cut_pixels(x, # uint8 (height, width, channels), at full size or divided
                out, # uint8 (channels, height, width): where it goes
     ):
     "Cut, resize and mirror an image into its place"
-    part,(w,h) = _part(x, c, size),c.size
-    if part.shape[2:] != (h, w): part = _resized(part, (h, w), c.resample, x.shape[1] < size[0])
-    x = part[0]
+    (x,d),(w,h) = _part(x, c, size),c.size
+    if x.shape[2:] != (h, w): x = _resized(x, (h, w), c.resample, d > 1)
+    x = x[0]
     if c.window:
         l,t,r,b = c.window
         if c.mirrored: l,r = w-r,w-l
@@ -236,7 +241,7 @@ def cut(data, # Bytes of the file; or its pixels: uint8 (height, width, channels
     ):
     "Decode no more of an image than a crop of it needs"
     gray,there = len(out) == 1,isinstance(data, np.ndarray)
-    if exact or c.resample not in _MODES:
+    if exact or c.resample not in _FILTERS:
         x = data if there else decode(data, decoder, 1, gray, head, name)
         out[:] = cut_exactly(Image.fromarray(x[..., 0] if gray else x), c)
     else:

@@ -95,7 +95,7 @@ def _watch(board, limit, name):
         if not board.waiting: continue
         for i,(item,since,pid) in enumerate(board.notes.tolist()):
             seconds = monotonic() - since
-            if not item or seconds < limit or not _alive(int(pid)): continue # PyTorch says so when one has died
+            if not item or seconds < limit or not _alive(int(pid)): continue # PyTorch reports one that has died
             board.found = stuck(name(int(item)-1), seconds, board.stack(i), limit)
             os.kill(int(pid), getattr(signal, 'SIGKILL', signal.SIGTERM))
             return

@@ -214,8 +214,7 @@ def to_csv(self:Table)->str: # Seconds, bytes, shares; empty where not measured
     keys = [k for k in keys if not k.startswith('device_') or any(r.get(k) is not None for r in self.rows)]
     w = csv.DictWriter(out, keys, restval='', lineterminator='\n', extrasaction='ignore')
     w.writerow({k: harmless(k) for k in keys})
-    def cell(v): return harmless(v) if isinstance(v, str) else '' if v is None else v
-    w.writerows({k: cell(v) for k,v in r.items()} for r in self.rows)
+    w.writerows({k: harmless(v) if isinstance(v, str) else v for k,v in r.items()} for r in self.rows)
     return out.getvalue()
 
 @patch
