@@ -2,12 +2,14 @@
 
     pip install 'fastbench[jpeg]'
     python benchmarks/draw.py decode
+    python benchmarks/draw.py rows
     python benchmarks/draw.py loader
     python benchmarks/draw.py accuracy
 
 JPEGs of about 400x350 pixels and 78 KB, made from the two photographs that come with scikit-learn. Everything in one process, in turns, there and back (`fastbench.compare.paired.time_rounds`); a ratio is the median of the rounds' ratios, with their quartiles.
 
 decode: one thread, from bytes in memory to the middle of the image at 128 pixels, as `Resize(128)` has it; seconds are the processor's. Bar: this runs at 0.85 or more of the rate of a bare decode at half size, the fastest that is installed; and the mean difference from Pillow's bilinear result is at most 5/255.
+rows: one thread, random crops of `RandomResizedCrop(128)`, with the rows below a crop decoded and without. No bar; the pixels must be the same.
 loader: an epoch with 2 threads, beside an epoch of fastai's loader with 2 worker processes. Bar: 4 times as fast, with fastai's default augmentation (`aug_transforms`) and without. Two crops are shown: `Resize`, for which every image can be halved,
 and `RandomResizedCrop`, for which only the larger crops can. The default augmentation is `aug_transforms` on fastai's side and `batch_augment` with the same distributions on ours. Where another program
 has a core, the processor's seconds for an image say more than the clock: both are printed, the verdict is by the clock.
@@ -24,6 +26,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from random import Random
 from statistics import mean, median, quantiles, stdev
 from time import process_time
 
@@ -116,6 +119,25 @@ def bench_decode(args):
     return ok and max(far) <= 5
 
 
+def bench_rows(args):
+    data, decoder, ok = jpegs(args.images), choose_decoder(again=True).decoder, True
+    heads = [read_header(o) for o in data]
+    whole = [o._replace(height_at=0) for o in heads]  # as of a file that cannot be cut short
+    for least in (.08, .35):
+        plan, rng = CropPlan([RandomResizedCrop(SIDE, min_scale=least), ToTensor()], 0), Random(0)
+        crops = [plan.draw(o.width, o.height, rng) for o in heads]
+        def drawn(heads):
+            out = np.empty((len(data), SIDE, SIDE, 3), 'uint8').transpose(0, 3, 1, 2)
+            for o, h, c, x in zip(data, heads, crops, out): cut(o, h, c, x, decoder)
+            return out
+        times = time_rounds(dict(whole=lambda: drawn(whole), needed=lambda: drawn(heads)), args.rounds, clock=process_time)
+        got, (lo, _, hi) = ratio(times, 'whole', 'needed')
+        same = np.array_equal(drawn(whole), drawn(heads))
+        ok &= same
+        print(f'RandomResizedCrop({SIDE}, min_scale={least}), {decoder.name}: {got:.3g} times as fast without the rows below ({lo:.3g} to {hi:.3g}); same pixels: {"yes" if same else "NO"}', flush=True)
+    return ok
+
+
 def folder_of(data, path):
     for i, o in enumerate(data):
         fn = Path(path)/f'kind{i % 10}'/f'{i:05}.jpg'
@@ -206,15 +228,15 @@ def told(d):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('part', choices=['decode', 'loader', 'accuracy'])
-    parser.add_argument('--images', type=int, help='default: 96 to decode, 640 to load')
-    parser.add_argument('--rounds', type=int, help='default: 30 to decode, 4 to load, 5 pairs to train')
+    parser.add_argument('part', choices=['decode', 'rows', 'loader', 'accuracy'])
+    parser.add_argument('--images', type=int, help='default: 96 to decode and for rows, 640 to load')
+    parser.add_argument('--rounds', type=int, help='default: 30 to decode, 12 for rows, 4 to load, 5 pairs to train')
     parser.add_argument('--workers', type=int, default=2, help='worker processes of fastai, threads of ours')
     parser.add_argument('--epochs', type=int, help='of each training; default: those of the recipe')
     parser.add_argument('--sample', type=float, help='share of the images, to try it; default: all')
     parser.add_argument('--margin', type=float, default=.03, help='difference in accuracy that does not matter, as a share')
     args = parser.parse_args()
-    run, images, rounds = dict(decode=(bench_decode, 96, 30), loader=(bench_loader, 640, 4), accuracy=(bench_accuracy, 0, 5))[args.part]
+    run, images, rounds = dict(decode=(bench_decode, 96, 30), rows=(bench_rows, 96, 12), loader=(bench_loader, 640, 4), accuracy=(bench_accuracy, 0, 5))[args.part]
     args.images, args.rounds = args.images or images, args.rounds or rounds
     if args.part != 'accuracy': torch.set_num_threads(1)
     sys.exit(0 if run(args) else 1)

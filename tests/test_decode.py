@@ -11,7 +11,7 @@ from fastai.vision.core import PILImage, PILImageBW
 from PIL import Image
 
 from fastbench.draw import fastest
-from fastbench.draw.decode import CorruptImage, Decoder, decode, decoder, decoders, get_decoder, jpeg_header, read_header
+from fastbench.draw.decode import CorruptImage, Decoder, Scratch, decode, decoder, decoders, get_decoder, jpeg_header, read_header
 from fastbench.draw.fastest import choose_decoder, sample_jpegs, time_decoders
 from fastbench.errors import UserError
 
@@ -114,6 +114,31 @@ def test_smaller_ones_are_the_same_picture(name, divisor, kind):
     assert not small.size or np.abs(got[:h, :w] - small).mean() < 3
 
 
+SUBSAMPLED = {o: (lambda o=o: saved(photo(400, 350), quality=92, subsampling=o)) for o in ('4:4:4', '4:2:2', '4:2:0')} | dict(
+    large_progressive=lambda: saved(photo(400, 350), progressive=True), large_gray=lambda: saved(photo(400, 350).convert('L')), large_restarts=lambda: saved(photo(400, 350), restart_marker_blocks=3))
+
+
+@pytest.mark.filterwarnings('ignore:Palette images')
+@pytest.mark.parametrize('gray', [False, True], ids=['colour', 'gray'])
+@pytest.mark.parametrize('kind', [*SUBSAMPLED, *GOLDEN])
+@pytest.mark.parametrize('name', HERE)
+def test_rows_that_are_needed_are_the_same(name, kind, gray):
+    data = (SUBSAMPLED | GOLDEN)[kind]()
+    for divisor in (1, 2, 4, 8):
+        want = decode(data, decoders[name], divisor, gray)
+        d = round(read_header(data).height/len(want))
+        for rows in (1, 8, 31, 32, 33, 47, 73, 75, 200, 333, 349):
+            got = decode(data, decoders[name], divisor, gray, rows=rows, scratch=Scratch())
+            n = min(-(-rows//d), len(want))
+            assert len(got) >= n and np.array_equal(got[:n], want[:n]), (divisor, rows)
+
+
+@pytest.mark.parametrize('name', [o for o in HERE if decoders[o].stops])
+def test_rows_below_are_not_decoded(name):
+    data = SUBSAMPLED['4:2:0']()
+    for divisor in (1, 2, 4, 8): assert len(decode(data, decoders[name], divisor, rows=96)) == 96//divisor + 2
+
+
 # What cannot be read
 
 def png_of(w, h):
@@ -144,8 +169,9 @@ def test_what_cannot_be_read_is_named(name, kind):
     make, why = CORRUPT[kind]
     said = set()
     for divisor in (1, 2):
-        with pytest.raises(CorruptImage, match=why) as e: decode(make(), decoders[name], divisor, name='cats/12.jpg')
-        said.add(one_line(e))
+        for rows in (0, 20):
+            with pytest.raises(CorruptImage, match=why) as e: decode(make(), decoders[name], divisor, name='cats/12.jpg', rows=rows)
+            said.add(one_line(e))
     with pytest.raises(CorruptImage) as e: decode(make(), name='cats/12.jpg')
     assert said == {one_line(e)} and 'cats/12.jpg: ' in one_line(e) and 'BytesIO' not in one_line(e)
 
@@ -179,15 +205,25 @@ def test_headers_of_damaged_jpegs_never_run_off():
 
 def test_a_damaged_jpeg_is_read_as_pillow_reads_it_or_named():
     data, rng = GOLDEN['plain'](), np.random.default_rng(1)
-    for _ in range(60):
+    for _ in range(150):
         bad = bytearray(data)
         bad[rng.integers(2, len(data))] = rng.integers(256)
         seen = set()
         for o in HERE:
             if o == 'torchvision': continue  # does not say what libjpeg warned of
-            try: seen.add(decode(bytes(bad), decoders[o]).tobytes())
-            except CorruptImage as e: seen.add(str(e))
+            for rows in (0, 40) if decoders[o].stops else (0,):
+                try: seen.add(decode(bytes(bad), decoders[o], rows=rows)[:40].tobytes())
+                except CorruptImage as e: seen.add(str(e))
         assert len(seen) == 1
+
+
+@pytest.mark.parametrize('name', [o for o in HERE if decoders[o].stops])
+def test_a_marker_among_the_pixels_is_not_overlooked(name):
+    "libjpeg only says so when the image ends, and a decoder told to ignore warnings does not pass it on"
+    data = SUBSAMPLED['4:2:0']()
+    bad = data[:2000] + b'\xff\x33' + data[2002:]
+    for rows in (0, 96):
+        with pytest.raises(CorruptImage, match='broken data stream'): decode(bad, decoders[name], rows=rows)
 
 
 # Names

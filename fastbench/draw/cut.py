@@ -198,9 +198,9 @@ _FILTERS = {BILINEAR: resize_smooth,
 
 def _part(x, c, size):
     "The box of an image that has `size` when nothing is divided: (1, channels, height, width); and the divisor"
-    (l,t,r,b),(w,h) = c.box,size
+    (l,t,r,b),w = c.box,size[0]
     if c.mirrored: l,r = w-r,w-l
-    d = next(d for d in (1, 2, 4, 8) if x.shape[:2] == (-(-h//d), -(-w//d)))
+    d = next(d for d in (1, 2, 4, 8) if x.shape[1] == -(-w//d)) # of rows there may be fewer
     if _outside(c.box, size): res = _padded(x, (l, r), (t, b), d, _PADS[c.pad_mode])[None]
     else:
         x = x[t//d:-(-b//d), l//d:-(-r//d)]
@@ -247,5 +247,6 @@ def cut(data, # Bytes of the file; or its pixels: uint8 (height, width, channels
     else:
         size = head.width,head.height
         divisor = pick_divisor(c, size, decoder.divisors)
-        x = data if there else decode(data, decoder, divisor, gray, head, name, _scratch)
+        rows = 0 if _outside(c.box, size) else c.box[3]
+        x = data if there else decode(data, decoder, divisor, gray, head, name, _scratch, rows)
         cut_pixels(x, c, size, out)

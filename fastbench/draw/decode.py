@@ -7,7 +7,7 @@ __all__ = ['decoders', 'CorruptImage', 'unreadable', 'Header', 'jpeg_header', 'r
            'Scratch', 'decode']
 
 # %% ../../nbs/draw/00_decode.ipynb #3f620dc2
-import io, struct, threading
+import io, re, struct, threading
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Callable, NamedTuple
@@ -40,6 +40,7 @@ class Header(NamedTuple):
     width: int # Pixels
     height: int # Pixels
     plain: bool # Does every decoder of this format make the same of it?
+    height_at: int = 0 # Where the file tells its height, in bytes from its beginning; 0: it is no baseline JPEG
 
 # Start-of-frame segments; the three left out hold tables
 _FRAMES = {0xC0+o for o in range(16)} - {0xC4, 0xC8, 0xCC}
@@ -53,7 +54,8 @@ def jpeg_header(data:bytes # Of the file
         kind = data[i+1]
         if kind in _FRAMES:
             depth,h,w,parts = struct.unpack_from('>BHHB', data, i+4)
-            return Header('jpeg', w, h, depth == 8 and parts in (1, 3) and w > 0 and h > 0)
+            plain = depth == 8 and parts in (1, 3) and w > 0 and h > 0
+            return Header('jpeg', w, h, plain, i+5 if kind == 0xC0 else 0)
         i += 1 if kind == 0xFF else 2 + (data[i+2]<<8 | data[i+3])
     return None
 
@@ -77,6 +79,7 @@ class Decoder:
     formats: tuple = () # Those it is for; (): every one
     exact: bool = False # Is every pixel Pillow's?
     reuses: bool = False # Does it take memory to write into, `buffer`, and height and width of the result, `size`?
+    stops: bool = False # Can it be told that a file goes on below the last row, `whole=False`?
     missing: Callable = lambda: '' # What keeps it from working here, in words; '': nothing
 
 decoders = {} # name -> `Decoder`
@@ -111,8 +114,8 @@ def _pillow(data, divisor=1, gray=False):
     with Image.open(io.BytesIO(data)) as im: return _pixels(im, gray)
 
 # %% ../../nbs/draw/00_decode.ipynb #83babb7c
-@decoder('pillow-scaled', divisors=(1, 2, 4, 8), formats=('jpeg',))
-def _pillow_scaled(data, divisor=1, gray=False):
+@decoder('pillow-scaled', divisors=(1, 2, 4, 8), formats=('jpeg',), stops=True)
+def _pillow_scaled(data, divisor=1, gray=False, whole=True):
     with Image.open(io.BytesIO(data)) as im:
         w,h = im.width,im.height
         if divisor > 1: im.draft(None, (max(1, w//divisor), max(1, h//divisor)))
@@ -121,12 +124,13 @@ def _pillow_scaled(data, divisor=1, gray=False):
 # %% ../../nbs/draw/00_decode.ipynb #1d009835
 def _halved(n, divisor): return -(-n//divisor)
 
-@decoder('simplejpeg', divisors=(1, 2, 4, 8), formats=('jpeg',), reuses=True,
+@decoder('simplejpeg', divisors=(1, 2, 4, 8), formats=('jpeg',), reuses=True, stops=True,
          missing=_needs('simplejpeg'))
-def _simplejpeg(data, divisor=1, gray=False, buffer=None, size=None):
+def _simplejpeg(data, divisor=1, gray=False, buffer=None, size=None, whole=True):
     import simplejpeg
-    if not size: size = [_halved(o, divisor) for o in simplejpeg.decode_jpeg_header(data)[:2]]
-    return simplejpeg.decode_jpeg(data, 'GRAY' if gray else 'RGB', min_height=size[0], min_width=size[1], buffer=buffer)
+    h,w = size or [_halved(o, divisor) for o in simplejpeg.decode_jpeg_header(data, strict=whole)[:2]]
+    as_ = 'GRAY' if gray else 'RGB'
+    return simplejpeg.decode_jpeg(data, as_, min_height=h, min_width=w, buffer=buffer, strict=whole)
 
 # %% ../../nbs/draw/00_decode.ipynb #fc598f57
 def _torchvision_on(data, gray, device):
@@ -163,10 +167,32 @@ class Scratch(threading.local):
         if len(self.kept.get(use, ())) < n: self.kept[use] = np.empty(n + n//4, np.uint8)
         return self.kept[use]
 
+# %% ../../nbs/draw/00_decode.ipynb #b7d20c41
+_MARKER = re.compile(rb'\xff[^\x00\xd0-\xd7]') # but the restarts in a scan
+
+def _shortened(data, head, rows, divisor):
+    "A JPEG of which a decoder decodes little more than the first `rows`, and its header; None: decode it whole"
+    rows = (_halved(rows, divisor) + 2)*divisor
+    if not head.height_at or rows > head.height*7//8: return None
+    end = _MARKER.search(data, data.find(b'\xff\xda', head.height_at) + 2) # the scan's own is skipped
+    if not end or end[0] != b'\xff\xd9' or end.end() != len(data): return None
+    short = bytearray(data)
+    struct.pack_into('>H', short, head.height_at, rows)
+    return short, head._replace(height=rows)
+
 # %% ../../nbs/draw/00_decode.ipynb #bd6a1a3c
 def _is_for(dec, head):
     small = Image.MAX_IMAGE_PIXELS is None or head.width*head.height <= Image.MAX_IMAGE_PIXELS
     return head.plain and head.format in dec.formats and small
+
+def _by(dec, data, d, gray, head, rows, scratch):
+    "What a decoder makes of a file that it is for"
+    more = {}
+    if rows and dec.stops and (short := _shortened(data, head, rows, d)): (data,head),more['whole'] = short,False
+    if scratch and dec.reuses:
+        h,w = _halved(head.height, d),_halved(head.width, d)
+        more |= dict(buffer=scratch.bytes(h*w*(1 if gray else 3)), size=(h, w))
+    return dec.decode(data, d, gray, **more)
 
 def decode(data:bytes, # Of the file
            decoder:Decoder=decoders['pillow'], # Who decodes
@@ -175,15 +201,12 @@ def decode(data:bytes, # Of the file
            head:Header=None, # Of the file, where it was read already
            name='(bytes)', # What to call the file in an error
            scratch:Scratch=None, # Memory that the pixels may stay in until the next image; None: new memory
+           rows:int=0, # How many of its rows are needed, from the top; those below may be left out. 0: all
     ): # uint8 (height, width, channels)
     "Decode the pixels of an image"
     head = head or read_header(data, name)
     if decoder.formats and _is_for(decoder, head):
-        d,more = divisor if divisor in decoder.divisors else 1,{}
-        if scratch and decoder.reuses:
-            h,w = _halved(head.height, d),_halved(head.width, d)
-            more = dict(buffer=scratch.bytes(h*w*(1 if gray else 3)), size=(h, w))
-        try: return decoder.decode(data, d, gray, **more)
+        try: return _by(decoder, data, divisor if divisor in decoder.divisors else 1, gray, head, rows, scratch)
         except Exception: pass # Pillow reads it, or says why not
     try: return decoders['pillow'].decode(data, 1, gray)
     except Exception as e: raise unreadable(name, _why(e, data)) from None
