@@ -247,6 +247,5 @@ def cut(data, # Bytes of the file; or its pixels: uint8 (height, width, channels
     else:
         size = head.width,head.height
         divisor = pick_divisor(c, size, decoder.divisors)
-        rows = 0 if _outside(c.box, size) else c.box[3]
-        x = data if there else decode(data, decoder, divisor, gray, head, name, _scratch, rows)
+        x = data if there else decode(data, decoder, divisor, gray, head, name, _scratch, c.box[3])
         cut_pixels(x, c, size, out)
