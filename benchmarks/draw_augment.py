@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/draw_augment.py
 
 One process, in turns, there and back (`fastbench.compare.paired`), on the same batch of bytes, with the same size of the results. fastai's side is `IntToFloatTensor`, `aug_transforms()` (flip, warp, rotation, zoom, brightness,
-contrast) and `Normalize`; for the second bar with `RandomErasing` added. Ours is a random resized crop, flip and `Normalize`, for the second bar with the same erasing, each image its own; and for information, all that `aug_transforms` does.
+contrast) and `Normalize`; for the second bar with `RandomErasing` added. Ours is a random resized crop, flip and `Normalize`, for the second bar with the same erasing, each image its own; and for information, all that `aug_transforms` does, and `Saturation` and `Hue`.
 Bars: crop, flip and normalise 9 times as fast; with erasing 4 times. Bytes come as decoders and caches have them, the channels of a pixel side by side; `--layout contiguous` is the layout of `ToTensor`.
 """
 import argparse
@@ -19,12 +19,13 @@ warnings.filterwarnings('ignore')
 import torch
 from fastai.data.transforms import IntToFloatTensor, Normalize
 from fastai.torch_core import TensorImage
-from fastai.vision.augment import RandomErasing, aug_transforms
+from fastai.vision.augment import Hue, RandomErasing, Saturation, aug_transforms
 from fastai.vision.core import imagenet_stats
 from fasttransform import Pipeline
 
 from fastbench.compare.paired import at_least, compare_pairs, time_pairs
 from fastbench.draw.batch import batch_augment
+from fastbench.draw.colour import BatchColour
 
 
 def fastai_pipe(size, **kwargs): return Pipeline([IntToFloatTensor(), *aug_transforms(size=size, **kwargs), Normalize.from_stats(*imagenet_stats, cuda=False)], split_idx=0)
@@ -63,6 +64,8 @@ def main():
     ok &= report('and a hole (cutout)', pairs(fastai_pipe(args.size, xtra_tfms=RandomErasing()), our_pipe(args.size, min_scale=.35, cutout=args.size//4)), args.bs, 4)
     every = dict(min_scale=.35, max_rotate=10, max_zoom=1.1, max_warp=.2, max_lighting=.2)
     report('crop and all of aug_transforms', pairs(fastai_pipe(args.size), our_pipe(args.size, **every)), args.bs)
+    colours = [Pipeline([IntToFloatTensor(), *o], split_idx=0) for o in ([Saturation(.2), Hue(.1)], [BatchColour(0, 0, .2, .1)])]
+    report(f'saturation and hue, at {args.side} pixels', pairs(*colours), args.bs)
     sys.exit(0 if ok else 1)
 
 

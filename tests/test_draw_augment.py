@@ -1,5 +1,6 @@
 "Augmentation of whole batches: fastai's distributions, each image its own, the same by seed, epoch and item, on any device"
 import math
+import pickle
 import random
 from functools import partial
 
@@ -26,7 +27,7 @@ from torch import nn
 from fastbench.draw.affine import BatchAffine, reductions, warp_matrices
 from fastbench.draw.batch import BatchNormalize, batch_augment
 from fastbench.draw.chance import uniforms
-from fastbench.draw.colour import BatchColour
+from fastbench.draw.colour import BatchColour, turn_hue
 from fastbench.draw.crop import BatchCrop, BatchFlip, crop_nearest, crop_slices, crop_weighted, random_boxes, resized
 from fastbench.draw.erase import BatchCutout, BatchErase, erase_masked, erase_slices, noise_images
 from fastbench.draw.fast import fast_images  # adds the method
@@ -278,6 +279,18 @@ def test_colours_are_composed_as_fastai_does():
     assert torch.allclose(t.encodes(x), theirs.encodes(TensorImage(x.clone())), atol=2e-4)
 
 
+@pytest.mark.parametrize('dtype', [torch.float16, torch.float32, torch.float64])
+def test_hue_is_turned_as_fastai_does(dtype):
+    "Greys, black, white and pixels with two equal values, too"
+    steps = torch.tensor([0, .001, .25, .5, .999, 1.], dtype=dtype)
+    x = torch.cartesian_prod(steps, steps, steps).T.reshape(1, 3, 12, 18).repeat(7, 1, 1, 1)
+    by = torch.tensor([-1, -.4, -.1, 0, .1, 1/3, 1.], dtype=dtype).view(7, 1, 1)
+    h, s, v = fa.rgb2hsv(x.double()).unbind(1)
+    want = fa.hsv2rgb(torch.stack([(h + by.double()) % 1, s, v], 1))
+    turn_hue(x, by)
+    assert (x.double() - want).abs().max() < (1e-2 if dtype == torch.float16 else 1e-5)
+
+
 def test_colours_say_what_they_need():
     with pytest.raises(UserError, match='IntToFloatTensor'): BatchColour()(images(2), split_idx=0)
     with pytest.raises(UserError, match='3 channels'): BatchColour(hue=.1)(TensorImage(torch.rand(2, 1, 4, 4)), split_idx=0)
@@ -437,6 +450,31 @@ def test_fused_normalisation_is_fastais():
     for got in ours(x), Pipeline([IntToFloatTensor(), ours])(x), ours(x.contiguous(memory_format=torch.channels_last)):
         assert torch.allclose(got, want, atol=1e-5) and got.is_contiguous() and type(got) is TensorImage
     assert x.dtype == torch.uint8
+
+
+@pytest.mark.parametrize('t', [BatchAffine(16, min_scale=.3, seed=0), BatchAffine(seed=0), BatchColour(saturation=.2, hue=.1, seed=0), BatchNormalize.from_stats(*imagenet_stats, cuda=False)], ids=lambda o: type(o).__name__)
+def test_a_result_stays_as_long_as_it_is_held(t):
+    "And its memory is used again after that"
+    def batch(): return TensorImage(torch.rand(4, 3, 20, 24)) if isinstance(t, BatchColour) else images(4)
+    first = t(batch(), split_idx=0)
+    held, copy = first[1:], first.clone()
+    del first
+    second = t(batch(), split_idx=0)
+    assert torch.equal(held, copy[1:]) and not torch.equal(second, copy)
+    at = held.untyped_storage().data_ptr()
+    del held
+    assert t(batch(), split_idx=0).data_ptr() == at
+    assert not pickle.loads(pickle.dumps(t)).memory.arrays
+
+
+def test_a_batch_is_changed_part_by_part_as_at_once(monkeypatch):
+    x = images(7)
+    def made():
+        tfms = batch_augment(12, min_scale=.05, max_rotate=10., max_warp=.2, max_lighting=.2, max_saturation=.2, max_hue=.1, stats=imagenet_stats, seed=3)
+        return Pipeline([IntToFloatTensor(), *tfms], split_idx=0)(x)
+    want = made()
+    for room in 'affine', 'colour', 'batch': monkeypatch.setattr(f'fastbench.draw.{room}.chunk_size', lambda x: 2)
+    assert torch.allclose(made(), want, atol=1e-5)
 
 
 def test_in_a_data_block(tmp_path):

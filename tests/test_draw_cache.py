@@ -34,6 +34,7 @@ from scipy.stats import ks_2samp
 from torch import nn
 
 from fastbench.draw import build as build_room
+from fastbench.draw import decode as decode_room
 from fastbench.draw.batch import batch_augment
 from fastbench.draw.build import Items, NoSpace, open_store
 from fastbench.draw.cached import CachedLoaders, batch_crop, cached
@@ -205,6 +206,19 @@ def test_threads_draw_from_a_cache(pets, tmp_path, encode, store):
         if encode != 'jpeg': equal(epochs(fast_images(make(pets), exact=True)[i]), epochs(exact[i]))
         equal(epochs(near[i]), epochs(one[i]))
         for (x, y), (x2, y2) in zip(epochs(exact[i]), epochs(near[i]), strict=True): assert torch.equal(y, y2) and (x - x2).abs().mean() < .1
+
+
+def test_no_row_of_a_kept_jpeg_is_decoded_below_its_crop(pets, tmp_path, monkeypatch):
+    "As of a JPEG in a file"
+    cut_short = decode_room._shortened
+    short = []
+    monkeypatch.setattr(decode_room, '_shortened', lambda *args: short.append(res := cut_short(*args)) or res)
+    kept = cached(make(pets, [RandomResizedCrop(16, min_scale=.08)]), tmp_path/'c', encode='jpeg', workers=0)
+    fast = fast_images(kept, decoder='pillow-scaled', threads=0)
+    few = epochs(fast.train)
+    assert sum(o is not None for o in short) > len(short)/4 > 0
+    monkeypatch.setattr(decode_room, '_shortened', lambda *args: None)
+    equal(few, epochs(fast.train))
 
 
 def test_threads_leave_other_caches_alone(pets, tmp_path):

@@ -18,6 +18,7 @@ from fastcore.basics import patch
 
 from .chance import between, with_chance
 from .crop import BatchCrop, crop_nearest, pair, random_boxes
+from .memory import RecycledMemory, chunk_size
 from ..train.transfer import put
 
 # %% ../../nbs/draw/12_affine.ipynb #6daf8188
@@ -82,35 +83,47 @@ def reductions(boxes, # Top, left, height, width of each: (n, 4)
     "How often each image can be halved before it is sampled"
     return np.maximum(np.log2((boxes[:,2:]/np.array(size)).min(1)), 0).astype(int)
 
-def _grid(m, size, flat):
-    "Where each output pixel comes from: (n, height, width, 2)"
-    if flat: return F.affine_grid(m[:,:2], (len(m), 1, *size), align_corners=True)
-    y,x = (torch.linspace(-1, 1, o, device=m.device) for o in size)
+def _places(size, device):
+    "Where each output pixel is: x, y and 1, (3, height*width)"
+    y,x = (torch.linspace(-1, 1, o, device=device) for o in size)
     x,y = x.expand(size).flatten(),y[:,None].expand(size).flatten()
-    at = m @ torch.stack([x, y, torch.ones_like(x)])
+    return torch.stack([x, y, torch.ones_like(x)])
+
+def _grid(m, places, size):
+    "Where each output pixel comes from: (n, height, width, 2)"
+    at = m @ places
     return (at[:,:2]/at[:,2:]).mT.view(-1, *size, 2)
 
 # %% ../../nbs/draw/12_affine.ipynb #cad38f8c
-def _sampled(x, grid, mode, pad_mode):
-    return F.grid_sample(x, grid, mode=mode, padding_mode=pad_mode, align_corners=True)
+def _groups(halvings, some):
+    "Images that are halved equally often, `some` at a time: how often, and which"
+    for k in np.unique(halvings).tolist():
+        at = np.flatnonzero(halvings == k)
+        for i in range(0, len(at), some): yield k,at[i:i+some]
+
+def _rows(at, device):
+    "Numbers of images as an index; a slice where they follow each other, which copies nothing"
+    first,last = at[[0,-1]].tolist()
+    return slice(first, last+1) if last-first == len(at)-1 else put(torch.from_numpy(at), device)
 
 # %% ../../nbs/draw/12_affine.ipynb #1b9958a3
-def sample(x, # float: (n, channels, height, width)
+def sample(x, # Bytes or floats: (n, channels, height, width)
            matrices, # numpy: (n, 3, 3)
            size, # Of the results: (height, width)
            halvings=None, # Of each image, before it is sampled; None: none
            mode='bilinear', # As for `F.grid_sample`
            pad_mode='reflection', # Likewise
-    ): # (n, channels, *size)
+           memory=None, # A `RecycledMemory` for the result; None: new memory
+    ): # float32: (n, channels, *size)
     "Sample the pixels of each image by its matrix"
-    flat = np.allclose(matrices[:,2], [0, 0, 1])
-    grid = _grid(put(torch.from_numpy(matrices).float(), x.device), size, flat)
-    levels = [0] if halvings is None else sorted(set(halvings.tolist()))
-    if levels == [0]: return _sampled(x, grid, mode, pad_mode)
-    res = x.new_empty(*x.shape[:2], *size)
-    for k in levels:
-        which = put(torch.from_numpy(np.flatnonzero(halvings == k)), x.device)
-        res[which] = _sampled(F.avg_pool2d(x[which], 2**k) if k else x[which], grid[which], mode, pad_mode)
+    halvings = np.zeros(len(x), int) if halvings is None else halvings
+    m,places = put(torch.from_numpy(matrices).float(), x.device),_places(size, x.device)
+    res = (memory or RecycledMemory()).floats((*x.shape[:2], *size), x.device)
+    for k,at in _groups(halvings, chunk_size(res)):
+        at = _rows(at, x.device)
+        part = F.avg_pool2d(x[at].float(), 2**k) if k else x[at].float()
+        grid = _grid(m[at], places, size)
+        res[at] = F.grid_sample(part, grid, mode=mode, padding_mode=pad_mode, align_corners=True)
     return res
 
 # %% ../../nbs/draw/12_affine.ipynb #b2c6ec18
@@ -185,7 +198,7 @@ def _warped(self:BatchAffine, u):
 def _moved(self:BatchAffine, x, mode='bilinear'):
     if self.training:
         halvings = reductions(self.boxes, self.out) if mode == 'bilinear' else None
-        res = sample(x.float(), self.matrices, self.out, halvings, mode, self.pad_mode)
+        res = sample(x, self.matrices, self.out, halvings, mode, self.pad_mode, self.memory)
         return res if mode == 'bilinear' else res.to(x.dtype)
     if not self.size: return x
     return self.middle(x, crop_nearest if mode == 'nearest' else None)

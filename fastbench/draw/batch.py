@@ -15,6 +15,7 @@ from .affine import BatchAffine
 from .colour import BatchColour
 from .crop import BatchCrop, BatchFlip
 from .erase import BatchCutout, BatchErase
+from .memory import RecycledMemory, chunk_size
 from ..errors import UserError
 from ..train.transfer import put
 
@@ -22,21 +23,27 @@ from ..train.transfer import put
 def normalised(x, # Bytes, or floats from 0 to 1, which are changed
                mean, # Of values from 0 to 1, (1, channels, 1, 1)
                std, # Likewise
+               memory=None, # A `RecycledMemory` for what was bytes; None: new memory
     ): # float
     "Normalise in place"
     mean,std = put((mean, std), x.device)
     floats = x.is_floating_point()
-    res = x if floats else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    res = x if floats else (memory or RecycledMemory()).floats(x.shape, x.device)
     factor,summand = 1/(std if floats else 255*std),mean/std
-    some = len(x) if x.is_cuda else 2**19//max(1, x.shape[1:].numel())  # on a CPU as many as fit into its cache
-    for a,b in zip(res.split(max(1, some)), x.split(max(1, some))):
+    some = chunk_size(x)
+    for a,b in zip(res.split(some), x.split(some)):
         (a if floats else a.copy_(b)).mul_(factor).sub_(summand)
     return res
 
 class BatchNormalize(Normalize):
     "fastai's `Normalize` in place, which takes bytes as well"
+    memory = None # as in a Learner that an earlier version exported
+    def __init__(self, mean=None, std=None, axes=(0, 2, 3)): # as for `Normalize`
+        super().__init__(mean, std, axes)
+        self.memory = RecycledMemory()
     def encodes(self, x:TensorImage):
-        return type(x)(normalised(*(o.as_subclass(torch.Tensor) for o in (x, self.mean, self.std))))
+        plain = (o.as_subclass(torch.Tensor) for o in (x, self.mean, self.std))
+        return type(x)(normalised(*plain, self.memory))
 
 # %% ../../nbs/draw/16_batch.ipynb #2f70627a
 def batch_augment(size=None, # Side of the results in pixels, or (height, width); None: as the images are

@@ -114,10 +114,11 @@ class CachedImages:
         self.store,self.at,self.cls,self.gray,self.codec = store,at[0],_class_of(f),f.mode == 'L',f.codec
 
     def file(self, i):
-        h,w = self.store.shapes[self.at][i].tolist()[:2]
         raw = self.store.raw(i, self.at)
+        if self.codec == 'jpeg': return bytes(raw) # its own header says where it can be cut short
+        h,w = self.store.shapes[self.at][i].tolist()[:2]
         data = bytes(raw) if self.codec else raw.reshape(h, w, -1)
-        return InMemory(data, Header(self.codec or 'pixels', w, h, self.codec == 'jpeg'))
+        return InMemory(data, Header(self.codec or 'pixels', w, h, False))
 
     def others(self, i): return tuple(self.store.item(i, j) for j in self.rest)
 
@@ -205,7 +206,7 @@ class NormalizeBytes(BatchNormalize):
     "`IntToFloatTensor` and `Normalize` in one step; floats have taken it"
     def encodes(self, x:TensorImage):
         if x.is_floating_point(): return x
-        return type(x)(normalised(x.as_subclass(torch.Tensor), self.mean, self.std))
+        return type(x)(normalised(x.as_subclass(torch.Tensor), self.mean, self.std, self.memory))
 
     @property
     def scale(self): # tensors on the host

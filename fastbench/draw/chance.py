@@ -16,6 +16,7 @@ from fastai.vision.augment import RandTransform
 from fastai.vision.core import TensorBBox
 from fastcore.basics import patch
 
+from .memory import RecycledMemory
 from ..errors import UserError
 
 # %% ../../nbs/draw/10_chance.ipynb #3e0e389f
@@ -40,6 +41,7 @@ class BatchTransform(RandTransform):
         ):
         super().__init__()
         self.seed,self.key,self.at,self.items = seed,None,0,None
+        self.memory = RecycledMemory() # for results
         if seed is not None: self.reseed(seed)
 
     def reseed(self, seed): # seed: of the epoch
