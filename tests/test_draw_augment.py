@@ -455,7 +455,7 @@ def test_fused_normalisation_is_fastais():
 @pytest.mark.parametrize('t', [BatchAffine(16, min_scale=.3, seed=0), BatchAffine(seed=0), BatchColour(saturation=.2, hue=.1, seed=0), BatchNormalize.from_stats(*imagenet_stats, cuda=False)], ids=lambda o: type(o).__name__)
 def test_a_result_stays_as_long_as_it_is_held(t):
     "And its memory is used again after that"
-    def batch(): return TensorImage(torch.rand(4, 3, 20, 24)) if isinstance(t, BatchColour) else images(4)
+    def batch(): return images(40, dtype=torch.float32 if isinstance(t, BatchColour) else torch.uint8)
     first = t(batch(), split_idx=0)
     held, copy = first[1:], first.clone()
     del first

@@ -118,12 +118,14 @@ def sample(x, # Bytes or floats: (n, channels, height, width)
     "Sample the pixels of each image by its matrix"
     halvings = np.zeros(len(x), int) if halvings is None else halvings
     m,places = put(torch.from_numpy(matrices).float(), x.device),_places(size, x.device)
-    res = (memory or RecycledMemory()).floats((*x.shape[:2], *size), x.device)
-    for k,at in _groups(halvings, chunk_size(res)):
-        at = _rows(at, x.device)
+    groups = [(k, _rows(at, x.device)) for k,at in _groups(halvings, chunk_size(x))]
+    def sampled(k, at):
         part = F.avg_pool2d(x[at].float(), 2**k) if k else x[at].float()
         grid = _grid(m[at], places, size)
-        res[at] = F.grid_sample(part, grid, mode=mode, padding_mode=pad_mode, align_corners=True)
+        return F.grid_sample(part, grid, mode=mode, padding_mode=pad_mode, align_corners=True)
+    if len(groups) == 1: return sampled(*groups[0]) # all images, in their order
+    res = (memory or RecycledMemory()).floats((*x.shape[:2], *size), x.device)
+    for k,at in groups: res[at] = sampled(k, at)
     return res
 
 # %% ../../nbs/draw/12_affine.ipynb #b2c6ec18
