@@ -287,8 +287,7 @@ def test_hue_is_turned_as_fastai_does(dtype):
     by = torch.tensor([-1, -.4, -.1, 0, .1, 1/3, 1.], dtype=dtype).view(7, 1, 1)
     h, s, v = fa.rgb2hsv(x.double()).unbind(1)
     want = fa.hsv2rgb(torch.stack([(h + by.double()) % 1, s, v], 1))
-    turn_hue(x, by)
-    assert (x.double() - want).abs().max() < (1e-2 if dtype == torch.float16 else 1e-5)
+    assert (turn_hue(x, by).double() - want).abs().max() < (1e-2 if dtype == torch.float16 else 1e-5)
 
 
 def test_colours_say_what_they_need():
@@ -465,6 +464,12 @@ def test_a_result_stays_as_long_as_it_is_held(t):
     del held
     assert t(batch(), split_idx=0).data_ptr() == at
     assert not pickle.loads(pickle.dumps(t)).memory.arrays
+
+
+@pytest.mark.parametrize('n', [3, 40])
+def test_colours_keep_the_layout(n):
+    x = images(n, dtype=torch.float32).to(memory_format=torch.channels_last)
+    assert BatchColour(saturation=.2, seed=0)(x, split_idx=0).is_contiguous(memory_format=torch.channels_last)
 
 
 def test_a_batch_is_changed_part_by_part_as_at_once(monkeypatch):

@@ -59,25 +59,25 @@ class BatchColour(BatchTransform):
         return type(x)(self._lit(x.as_subclass(torch.Tensor)))
 
 # %% ../../nbs/draw/13_colour.ipynb #86c7b5ad
-def _change(x, brightness=None, contrast=None, saturation=None, hue=None):
-    "Change the colours of images in place"
+def _changed(x, brightness=None, contrast=None, saturation=None, hue=None):
     if not (brightness is contrast is saturation is None):
-        x.clamp_(1e-7, 1-1e-7).logit_()
+        x = x.clamp(1e-7, 1-1e-7).logit_()
         if brightness is not None: x.add_(brightness)
         if contrast is not None: x.mul_(contrast)
-        if saturation is not None: x.copy_(torch.lerp(grayscale(x), x, saturation))
+        if saturation is not None: x = torch.lerp(grayscale(x), x, saturation)
         x.sigmoid_()
-    if hue is not None: turn_hue(x, hue[:,0])
+    return x if hue is None else turn_hue(x, hue[:,0])
 
 @patch
 def _lit(self:BatchColour, x):
     names = [k for k,v in self.most.items() if v]
     if not names: return x
     each = put(torch.from_numpy(np.stack([self.change[k] for k in names], 1)).float(), x.device)[...,None,None,None]
-    plain,some = x.dtype == torch.float32 and x.is_contiguous(),chunk_size(x)
+    def changed(x, each): return _changed(x, **dict(zip(names, each.unbind(1))))
+    some,plain = chunk_size(x),x.dtype == torch.float32 and x.is_contiguous()
+    if some >= len(x): return changed(x, each)
     res = self.memory.floats(x.shape, x.device) if plain else torch.empty_like(x)
-    for part,before,o in zip(res.split(some), x.split(some), each.split(some)):
-        _change(part.copy_(before), **dict(zip(names, o.unbind(1))))
+    for part,*o in zip(res.split(some), x.split(some), each.split(some)): part.copy_(changed(*o))
     return res
 
 # %% ../../nbs/draw/13_colour.ipynb #d976b937
@@ -87,13 +87,14 @@ def _hue(x, most, spread):
     spread = spread.masked_fill(spread == 0, 1)
     return torch.where(most == r, (g-b)/spread, torch.where(most == g, (b-r)/spread + 2, (r-g)/spread + 4))
 
-def turn_hue(x, # Floats from 0 to 1, which are changed: (n, 3, height, width)
+def turn_hue(x, # Floats from 0 to 1: (n, 3, height, width)
              by, # Share of the circle of colours, for each: (n, 1, 1)
-    ):
-    "Turn the hue of images, in place"
+    ): # As `x`
+    "Turn the hue of images"
     most = x.amax(1)
     spread = most - x.amin(1)
     hue = _hue(x, most, spread) + 6*by
-    for channel,at in zip(x.unbind(1), (5, 3, 1)):
+    def channel(at):
         far = (hue+at).remainder_(6)
-        channel.copy_(most - torch.minimum(far, 4-far).clamp_(0, 1)*spread)
+        return most - torch.minimum(far, 4-far).clamp_(0, 1)*spread
+    return torch.stack([channel(o) for o in (5, 3, 1)], 1)
