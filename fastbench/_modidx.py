@@ -1564,6 +1564,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fastbench/distributed/memory.py'),
                                               'fastbench.distributed.memory._part_of': ( 'distributed/memory.html#_part_of',
                                                                                          'fastbench/distributed/memory.py'),
+                                              'fastbench.distributed.memory._share': ( 'distributed/memory.html#_share',
+                                                                                       'fastbench/distributed/memory.py'),
                                               'fastbench.distributed.memory._states': ( 'distributed/memory.html#_states',
                                                                                         'fastbench/distributed/memory.py'),
                                               'fastbench.distributed.memory._touched': ( 'distributed/memory.html#_touched',

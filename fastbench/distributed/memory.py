@@ -38,9 +38,9 @@ def _states(opt):
     return list(state.values()) if isinstance(state, dict) else list(state)
 
 # %% ../../nbs/distributed/03_memory.ipynb #d7464339
-_shared = {'ddp': '11 1', 'zero1': '11 W', 'zero2': '1S W', 'zero3': 'WW W', 'zero2-offload': '1S W',
-           'zero3-offload': 'WW W', 'fsdp': 'WW W'}
-_shared = {k: dict(zip(('weights', 'gradients', 'optimizer'), v.replace(' ', ''))) for k,v in _shared.items()}
+_shared = {'ddp': '1 1 1', 'zero1': '1 1 W', 'zero2': '1 S W', 'zero3': 'W W W', 'zero2-offload': '1 S+W W',
+           'zero3-offload': 'W W+W W', 'fsdp': 'W W W'}
+_shared = {k: dict(zip(('weights', 'gradients', 'optimizer'), v.split())) for k,v in _shared.items()}
 
 # %% ../../nbs/distributed/03_memory.ipynb #4ce3e2a7
 def _largest_part(p, n):
@@ -54,12 +54,15 @@ def _touched(ps, n):
     def of(i): return sum(p.numel() for p,e in zip(ps, ends) if e > i*size and e-p.numel() < (i+1)*size)
     return max(map(of, range(n)))
 
-def _part_of(ps, strategy, what, n):
-    "Bytes of one process"
-    how = _shared[strategy][what]
+def _share(ps, n, how, rows=False):
+    "Bytes of one process, of one kind of sharing"
     if how == 'S' and ps: return _touched(ps, n)*ps[0].element_size()
     if how == '1': n = 1
-    return sum((_largest_part(p, n) if strategy == 'fsdp' else p.numel()/n)*p.element_size() for p in ps)
+    return sum((_largest_part(p, n) if rows else p.numel()/n)*p.element_size() for p in ps)
+
+def _part_of(ps, strategy, what, n):
+    "Bytes of one process"
+    return sum(_share(ps, n, o, strategy == 'fsdp') for o in _shared[strategy][what].split('+'))
 
 # %% ../../nbs/distributed/03_memory.ipynb #7d44a32e
 class MemoryTable(list):
