@@ -38,7 +38,10 @@ def normalised(x, # Bytes, or floats from 0 to 1, which are changed
 class BatchNormalize(Normalize):
     "fastai's `Normalize` in place, which takes bytes as well"
     memory = None # as in a Learner that an earlier version exported
-    def __init__(self, mean=None, std=None, axes=(0, 2, 3)): # as for `Normalize`
+    def __init__(self, mean=None, # Of each channel: (1, channels, 1, 1); None: that of the first batch
+                 std=None, # Likewise
+                 axes=(0, 2, 3), # Over which they are taken there
+        ):
         super().__init__(mean, std, axes)
         self.memory = RecycledMemory()
     def encodes(self, x:TensorImage):
