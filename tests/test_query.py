@@ -2,6 +2,7 @@
 import csv
 import json
 import math
+import os
 import subprocess
 import sys
 from datetime import date, datetime, timedelta, timezone
@@ -300,5 +301,6 @@ def test_the_dates_are_said_as_they_were_typed(tmp_path):
 def test_the_lesson_shows_its_warnings_whatever_the_filter():
     lesson = Path(__file__).parent.parent/'nbs/runs/03_query.ipynb'
     code = f'from execnb.shell import CaptureShell; CaptureShell(path={str(lesson.parent)!r}).execute({str(lesson)!r}, exc_stop=True)'
-    got = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True)
+    env = os.environ | dict(IN_TEST='1')  # else its last cell writes the package anew, which other tests import
+    got = subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, env=env)
     assert not got.returncode, got.stderr[-2000:]
