@@ -60,7 +60,7 @@ class BatchColour(BatchTransform):
 
 # %% ../../nbs/draw/13_colour.ipynb #86c7b5ad
 def _changed(x, brightness=None, contrast=None, saturation=None, hue=None):
-    if not (brightness is contrast is saturation is None):
+    if any(o is not None for o in (brightness, contrast, saturation)):
         x = x.clamp(1e-7, 1-1e-7).logit_()
         if brightness is not None: x.add_(brightness)
         if contrast is not None: x.mul_(contrast)
