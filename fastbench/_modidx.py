@@ -2011,6 +2011,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastbench.draw.colour.BatchColour.encodes': ( 'draw/colour.html#batchcolour.encodes',
                                                                                       'fastbench/draw/colour.py'),
                                        'fastbench.draw.colour._changed': ('draw/colour.html#_changed', 'fastbench/draw/colour.py'),
+                                       'fastbench.draw.colour._grey': ('draw/colour.html#_grey', 'fastbench/draw/colour.py'),
                                        'fastbench.draw.colour._hue': ('draw/colour.html#_hue', 'fastbench/draw/colour.py'),
                                        'fastbench.draw.colour.lighting_factor': ( 'draw/colour.html#lighting_factor',
                                                                                   'fastbench/draw/colour.py'),

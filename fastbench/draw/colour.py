@@ -9,7 +9,6 @@ __all__ = ['lighting_shift', 'lighting_factor', 'BatchColour', 'turn_hue']
 import numpy as np
 import torch
 from fastai.torch_core import TensorImage
-from fastai.vision.augment import grayscale
 from fastcore.basics import patch
 
 from .chance import BatchTransform, between, log_between, with_chance
@@ -59,12 +58,17 @@ class BatchColour(BatchTransform):
         return type(x)(self._lit(x.as_subclass(torch.Tensor)))
 
 # %% ../../nbs/draw/13_colour.ipynb #86c7b5ad
+def _grey(x):
+    "As fastai's `grayscale`, whose weights are copied to a GPU in each call, which waits for them"
+    r,g,b = x.unbind(1)
+    return (.2989*r + .587*g + .114*b)[:,None]
+
 def _changed(x, brightness=None, contrast=None, saturation=None, hue=None):
     if any(o is not None for o in (brightness, contrast, saturation)):
         x = x.clamp(1e-7, 1-1e-7).logit_()
         if brightness is not None: x.add_(brightness)
         if contrast is not None: x.mul_(contrast)
-        if saturation is not None: x = torch.lerp(grayscale(x), x, saturation)
+        if saturation is not None: x = torch.lerp(_grey(x), x, saturation)
         x.sigmoid_()
     return x if hue is None else turn_hue(x, hue[:,0])
 
