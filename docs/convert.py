@@ -7,15 +7,20 @@ import base64
 import html
 import re
 from posixpath import dirname, normpath, relpath
+from textwrap import indent
 
 from fastcore.nbio import read_nb
 
-ANSI = re.compile(r'\x1b\[[0-9;?]*[A-Za-z]')
 FENCE = re.compile(r'^( *)(`{3,}|~{3,})')
 CODE = re.compile(r'(?<![`\\])(`+)(?!`)(.+?)(?<!`)\1(?!`)')
-NOT_SHOWN = 'hide default_exp'.split()
-KINDS = dict(note='note', tip='tip', warning='warning', caution='warning', important='danger')
+ITEM = re.compile(r'^( *)([-*+]|\d+\.) ')
+LINK = re.compile(r'(\]\()([^)\s]+)(\))')
+CALLOUT = re.compile(r'^:{3,} *\{\.callout-(\w+)(?: title="([^"]+)")?\}\n(.*?)\n:{3,}$', re.M | re.S)
+KINDS = dict(caution='warning', important='danger')  # what is no kind of Zensical
+FRONT = re.compile(r'\A---\n.*?\n---\n+', re.S)
 
+
+# Pieces of Markdown
 
 def fence(text, lang=''):
     "`text` as a fenced block, the fence longer than any inside"
@@ -23,73 +28,90 @@ def fence(text, lang=''):
     return f'{marks}{lang}\n{text.rstrip()}\n{marks}'
 
 
+def block(text):
+    "What was printed"
+    text = re.sub(r'\x1b\[[0-9;?]*[A-Za-z]', '', text).rstrip()
+    return fence(text, '{.text .output}') if text else ''
+
+
+def code(o): return f'`{o}`' if o not in ('', None) else ''
+
+
+def cell(text): return re.sub(r'(?<!\\)\|', r'\\|', ' '.join(str(text).split()))
+
+
+def table(head, *rows):
+    "A Markdown table; nothing without rows, no column without a value"
+    keep = [i for i in range(len(head)) if any(str(r[i]) for r in rows)]
+    lines = [[o[i] for i in keep] for o in (head, ['---']*len(head), *rows)]
+    return '\n'.join('| ' + ' | '.join(map(cell, o)) + ' |' for o in lines) if rows else ''
+
+
+# For the site, for readers of Markdown
+
 def prose(text):
     "Split `text` into (is code, lines): what stands in fences is not to be touched"
     part, inside = [], None
     for line in text.split('\n'):
         m = FENCE.match(line)
         if inside is None and m:
-            if part: yield False, part
+            yield False, part
             part, inside = [line], m[2]
-        elif inside is not None:
+        else:
             part.append(line)
-            if m and m[2].startswith(inside) and not line.strip(' `~'):
+            if inside and m and m[2].startswith(inside) and not line.strip(' `~'):
                 yield True, part
                 part, inside = [], None
-        else: part.append(line)
-    if part: yield inside is not None, part
-
-
-def callouts(text, twin):
-    "Quarto's `:::{.callout-note}` as Zensical's `!!! note`, as a quotation in the twin; other `:::` go"
-    out, kind = [], None
-    for line in text.split('\n'):
-        opened = re.match(r'\s*:{3,}\s*\{?\.?(?:callout-(\w+))?([^}]*)\}?\s*$', line)
-        if not opened or not line.strip().startswith(':::'):
-            out.append(line if kind is None else ('> ' if twin else '    ') + line if line.strip() or twin else '')
-        elif opened[1]:
-            kind, title = KINDS.get(opened[1], 'note'), re.search(r'title="([^"]+)"', opened[2] or '')
-            said = title[1] if title else kind.capitalize()
-            out += ['', f'> **{said}**', '>'] if twin else ['', f'!!! {kind} "{said}"', '']
-        else:
-            if kind: out.append('')
-            kind = None
-    return '\n'.join(out)
+    yield inside is not None, part
 
 
 def lists(lines):
     "An empty line before a list, without which Python-Markdown sees none, and four spaces where two were meant"
-    item, out = re.compile(r'^( *)([-*+]|\d+\.) '), []
+    out = []
     for line in lines:
-        m = item.match(line)
-        if m and out and out[-1].strip() and not item.match(out[-1]) and not out[-1].startswith(' '): out.append('')
+        m = ITEM.match(line)
+        if m and out and out[-1].strip() and not ITEM.match(out[-1]) and not out[-1].startswith(' '): out.append('')
         out.append('    '*(len(m[1])//2) + line.lstrip() if m and m[1] else line)
     return out
 
 
+def plain(text):
+    "Without what only Zensical reads"
+    text = FRONT.sub('', text)
+    text = re.sub(r'^(`{3,})\{\.(\w+)[^}\n]*\}$', lambda m: m[1] + (m[2] if m[2] != 'text' else ''), text, flags=re.M)
+    text = re.sub(r'^(#+ .*?) \{#[^}\n]*\}$', r'\1', text, flags=re.M)
+    return re.sub(r'(?<=\))\{\.\w+\}|\n\{\.where\}|#__codelineno-0-\d+|<a id="[^"]*"></a>', '', text)
+
+
+def callouts(text, twin):
+    "Quarto's `:::{.callout-note}` as Zensical's `!!! note`, as a quotation in the twin"
+    def shown(m):
+        kind = KINDS.get(m[1], m[1])
+        title = m[2] or kind.capitalize()
+        if twin: return f'> **{title}**\n>\n' + indent(m[3], '> ', lambda _: True) + '\n'
+        return f'!!! {kind} "{title}"\n\n' + indent(m[3], '    ') + '\n'
+    return CALLOUT.sub(shown, text)
+
+
+# Links, outputs, cells
+
 def linked(text, page, names, skip=None, twin=False):
     "`text` with links of notebooks as links of the site, and known names in backticks linked"
-    def target(m):
-        to = names.place(m[2], page)
-        return f'{m[1]}{to or m[2]}{m[3]}'
+    def target(m): return m[1] + (names.place(m[2], page) or m[2]) + m[3]
 
-    def code(m):
+    def named(m):
         before, after = m.string[:m.start()], m.string[m.end():m.end()+2]
-        if before.count('[') > before.count(']') or after.startswith(']('): return m[0]
+        if before.count('[') > before.count(']') or after == '](': return m[0]
         to = names.resolve(m[2].replace('\\|', '|').strip(), page, skip)
         return f'[{m[0]}]({to})' if to else m[0]
 
+    def one(line):
+        if line.startswith('    ') and not ITEM.match(line): return line
+        line = LINK.sub(target, line)
+        return line if line.startswith('#') else CODE.sub(named, line)
+
     out = []
-    for is_code, lines in prose(text):
-        if is_code:
-            out += lines
-            continue
-        for line in lists(lines) if not twin else lines:
-            if line.startswith('    ') and not re.match(r' +([-*+]|\d+\.) ', line):
-                out.append(line)
-                continue
-            line = re.sub(r'(\]\()([^)\s]+)(\))', target, line)
-            out.append(line if line.startswith('#') else CODE.sub(code, line))
+    for is_code, lines in prose(text): out += lines if is_code else map(one, lines if twin else lists(lines))
     return '\n'.join(out)
 
 
@@ -105,20 +127,14 @@ class Pictures(dict):
 
 def output(out, alt, page, names, pictures, twin):
     "A stored output as Markdown"
-    data = {k: ''.join(v) if isinstance(v, list) else v for k, v in out.get('data', {}).items()}
-    if out.output_type == 'stream': return block(''.join(out.text), twin) if out.name == 'stdout' else ''
-    if out.output_type == 'error': return block(f"{out.ename}: {out.evalue}", twin)
+    if out.output_type == 'stream': return block(out.text) if out.name == 'stdout' else ''
+    if out.output_type == 'error': return block(f"{out.ename}: {out.evalue}")
+    data = out.data
     for mime, kind in (('image/png', 'png'), ('image/jpeg', 'jpg')):
-        if mime in data: return f'![{alt}]({pictures[twin].add(page, kind, base64.b64decode(data[mime]))})'
+        if mime in data: return f'![{alt}]({pictures.add(page, kind, base64.b64decode(data[mime]))})'
     if 'text/markdown' in data: return linked(data['text/markdown'].strip(), page, names, twin=twin)
-    if 'text/html' in data and not twin: return embedded(data['text/html'], alt, page, pictures[twin])
-    return block(data['text/plain'], twin) if 'text/plain' in data else ''
-
-
-def block(text, twin):
-    "A printed text"
-    text = ANSI.sub('', text).rstrip()
-    return fence(text, '' if twin else '{.text .output}') if text else ''
+    if 'text/html' in data and not twin: return embedded(data['text/html'], alt, page, pictures)
+    return block(data.get('text/plain', ''))
 
 
 def embedded(text, alt, page, pictures):
@@ -126,7 +142,8 @@ def embedded(text, alt, page, pictures):
     frame = re.match(r'\s*<iframe\s[^>]*?srcdoc="([^"]*)"', text)
     if frame:
         path = pictures.add(page, 'html', html.unescape(frame[1]).encode())
-        return f'<iframe class="page" loading="lazy" title="{html.escape(alt, quote=True)}" src="{path}"></iframe>\n\n[Open this page by itself]({path})'
+        title = html.escape(alt, quote=True)
+        return f'<iframe class="page" loading="lazy" title="{title}" src="{path}"></iframe>\n\n[Open this page by itself]({path})'
     text = re.sub(r'<style[^>]*>.*?</style>', '', text, flags=re.S)
     text = text.replace(' style="text-align:left"', ' class="text"')
     text = re.sub(r'\s(?:border="\d+"|style="[^"]*")', '', text)
@@ -134,55 +151,51 @@ def embedded(text, alt, page, pictures):
     return f'<div class="output html">{text}</div>'
 
 
-def shown(cell):
-    "Whether source and outputs of a code cell are to be seen"
-    off = 'false', 'none'
-    if any(cell.has_directive(o) for o in NOT_SHOWN) or str(cell.directive('include', 'true')).lower() in off: return False, False
-    source = str(cell.directive('echo', 'true')).lower() not in off and not cell.has_directive('hide_input')
-    return source, str(cell.directive('output', 'true')).lower() not in off and not cell.has_directive('hide_output')
-
-
 def code_cell(source):
     "What is typed: shell lines as such, the rest as Python"
-    lines = [o for o in source.splitlines() if not re.match(r'\s*#\s*\|', o) and not re.search(r'#\s*\|\s*hide_line\s*$', o)]
+    lines = [o for o in source.splitlines() if not re.search(r'^\s*#\s*\||#\s*\|\s*hide_line\s*$', o)]
     text = '\n'.join(lines).strip('\n')
-    if text and all(o.startswith('!') for o in text.splitlines()):
-        return '\n'.join(re.sub(r'\s*2>/dev/null|\s*\|\s*cat$', '', o[1:]) for o in text.splitlines()), 'sh'
-    return text, 'python'
+    if not text.startswith('!'): return text, 'python'
+    return re.sub(r'^!|\s*2>/dev/null|\s*\|\s*cat$', '', text, flags=re.M), 'sh'
 
 
 def said_of(cell, source):
     "What a picture shows: `#| fig-alt`, or what drew it"
     alt = cell.directive('fig-alt')
-    if alt: return ' '.join(alt.split()) if isinstance(alt, str) else ' '.join(alt)
+    if alt: return ' '.join(alt.split())
     last = source.rstrip(';').splitlines()[-1] if source else 'the code above'
     return f"What {last.strip()} draws".translate(str.maketrans('[]"', "()'"))
 
 
+def default_exp(nb):
+    "The module that a notebook writes, or None"
+    return next(filter(None, (c.directive('default_exp') for c in nb.cells)), None)
+
+
 def notebook(path, page, names, pictures):
     "Texts of the notebook at `path`: for the site, and the twin"
-    nb, parts = read_nb(path), ([], [])
+    nb = read_nb(path)
+    return written(nb, path, page, names, pictures[0], False), plain(written(nb, path, page, names, pictures[1], True))
+
+
+def written(nb, path, page, names, pictures, twin):
+    parts = []
     for cell in nb.cells:
-        for twin in (False, True):
-            add = parts[twin].append
-            if cell.cell_type == 'markdown':
-                if not cell.source.strip().startswith(('---\n', '<!-- WARNING')): add(linked(callouts(cell.source.strip(), twin), page, names, twin=twin))
-            if cell.cell_type != 'code': continue
-            exported = cell.has_directive('export') or cell.has_directive('exporti') or cell.has_directive('exports')
-            if exported and not cell.has_directive('hide'):
-                found = names.of_cell(path, cell)
-                for o in found: add(names.shown(o, page, twin))
-                if not found and parts[twin] and parts[twin][-1].split('\n')[-1].startswith('#'): add(names.source_of(path, cell, page, twin))  # a heading over nothing public
-            source, outputs = shown(cell)
-            text, lang = code_cell(cell.source)
-            if source and text and (not exported or cell.has_directive('exports')) and 'nbdev_export()' not in text:
-                add(fence(text, lang))
-            if outputs: parts[twin].extend(output(o, said_of(cell, text), page, names, pictures, twin) for o in cell.outputs)
-    return tuple('\n\n'.join(o for o in p if o.strip()) + '\n' for p in parts)
+        if cell.cell_type == 'markdown': parts.append(linked(callouts(cell.source.strip(), twin), page, names, twin=twin))
+        hidden = cell.has_directive('hide') or cell.has_directive('default_exp') or cell.directive('include') == 'false'
+        if cell.cell_type != 'code' or hidden: continue
+        text, lang = code_cell(cell.source)
+        if cell.has_directive('export') or cell.has_directive('exporti'):
+            found = names.of_cell(path, cell)
+            parts += [names.shown(o, page, twin) for o in found]
+            if not found and parts and parts[-1].split('\n')[-1].startswith('#'): parts.append(names.source_of(path, cell, page))  # a heading over nothing public
+        elif cell.directive('echo') != 'false' and text: parts.append(fence(text, lang))
+        if cell.directive('output') != 'false':
+            parts += [output(o, said_of(cell, text), page, names, pictures, twin) for o in cell.outputs]
+    return '\n\n'.join(filter(str.strip, parts)) + '\n'
 
 
 def markdown_file(text, page, names, where, twin=False):
     "A Markdown file of the repository, its links seen from the site; `where` is the folder it lies in"
     def from_nbs(m): return m[0] if re.match(r'[a-z]+:|#', m[2]) else m[1] + '../' + normpath(f'{where}/{m[2]}') + m[3]
-    text = re.sub(r'(\]\()([^)\s]+)(\))', from_nbs, text)
-    return linked(text, page, names, twin=twin)
+    return linked(LINK.sub(from_nbs, text), page, names, twin=twin)

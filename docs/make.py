@@ -11,15 +11,17 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from posixpath import dirname, relpath
+from posixpath import dirname
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:0] = [o for o in (str(HERE), str(ROOT)) if o not in sys.path]
+from convert import FRONT, Pictures, default_exp, linked, markdown_file, notebook, plain  # noqa: E402
+from names import GROUPS, Book, Names, group_of  # noqa: E402
+
 OLDEST = 3, 11
 SECTIONS = dict(tutorials='Tutorials', explanations='Explanations')
 MORE = [('CHANGELOG.md', 'changelog.md'), ('CONTRIBUTING.md', 'reference/contributing.md'), ('docs/architecture.md', 'reference/architecture.md')]
-FRONT = re.compile(r'\A---\n.*?\n---\n+', re.S)
 
 
 class CannotBuild(Exception): "Why there is no site, in one line"
@@ -36,7 +38,6 @@ def stem(path): return re.sub(r'^\d+[a-z]?_', '', path.stem)
 
 def books_of(root):
     "All notebooks with their pages"
-    from names import Book, default_exp
     from fastcore.nbio import read_nb
     res = []
     for path in sorted((root/'nbs').rglob('*.ipynb')):
@@ -53,8 +54,6 @@ class Site:
     "Pages as Markdown: `texts` for Zensical, `twins` for readers of Markdown"
     def __init__(self, root=ROOT):
         import reference
-        from convert import Pictures
-        from names import Names
         self.root, self.books, self.pictures = root, books_of(root), (Pictures(), Pictures())
         self.scripts = {o.relative_to(root).as_posix(): f'source/{o.relative_to(root).as_posix()[:-3]}.md' for o in sorted((root/'benchmarks').glob('*.py'))}
         self.names = Names(self.books, root, {**dict(MORE), **self.scripts}, reference.commands(), reference.recipe_names())
@@ -67,18 +66,17 @@ class Site:
         self.about[page] = about or next((o[2:] for o in FRONT.sub('', text).splitlines() if o.startswith('> ')), '')
 
     def notebooks(self):
-        from convert import notebook
         for b in self.books:
             text, twin = notebook(b.path, b.page, self.names, self.pictures)
-            if b.module: text, twin = (after_title(t, self.where(b, i)) for i, t in enumerate((text, twin)))
+            if b.module: text, twin = (after_title(t, self.where(b)) for t in (text, twin))
             self.add(b.page, text, twin, b.subtitle)
             if b.module:
                 file = f"fastbench/{b.module.replace('.', '/')}.py"
                 self.source(file, f'source/{b.module}.md', (b.title, self.names.link(f'source/{b.module}.md', b.page)))
 
-    def where(self, b, twin):
+    def where(self, b):
         source = self.names.link(b.page, f'source/{b.module}.md')
-        return f'`fastbench.{b.module}` · [source]({source}) · notebook `{b.file}`' + ('' if twin else '\n{.where}')
+        return f'`fastbench.{b.module}` · [source]({source}) · notebook `{b.file}`' + '\n{.where}'
 
     def source(self, file, page, back=None):
         from reference import source_page
@@ -87,7 +85,6 @@ class Site:
 
     def generated(self):
         import reference
-        from convert import linked, markdown_file
         for file, page in MORE:
             text = (self.root/file).read_text(encoding='utf-8')
             self.add(page, *(markdown_file(text, page, self.names, dirname(file), twin) for twin in (False, True)), about=paragraph(text))
@@ -108,7 +105,6 @@ class Site:
 
     def groups(self):
         "Heading of the reference -> [(title, page)]"
-        from names import GROUPS, group_of
         res = {t: [(b.title, b.page) for b in self.books if b.page.startswith('reference/') and group_of(b.module or stem(b.path)) == g] for g, t in GROUPS.items()}
         return res | {'How fastbench is made': [('Architecture', 'reference/architecture.md'), ('Contributing', 'reference/contributing.md')]}
 
@@ -159,14 +155,6 @@ def after_title(text, line):
 def unescaped(text):
     "Python-Markdown shows the backslash of a `a\\|b` in a table"
     return '\n'.join(re.sub(r'`[^`\n]+`', lambda m: m[0].replace('\\|', '|'), o) if o.startswith('|') else o for o in text.split('\n'))
-
-
-def plain(text):
-    "Without what only Zensical reads"
-    text = FRONT.sub('', text)
-    text = re.sub(r'^(`{3,})\{\.(\w+)[^}\n]*\}$', lambda m: m[1] + (m[2] if m[2] != 'text' else ''), text, flags=re.M)
-    text = re.sub(r'^(#+ .*?) \{#[^}\n]*\}$', r'\1', text, flags=re.M)
-    return re.sub(r'(?<=\))\{\.\w+\}|<a id="[^"]*"></a>', '', text)
 
 
 def write(folder, files):

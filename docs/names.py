@@ -1,6 +1,6 @@
 """What the site calls by name: public names, modules, commands, recipes, notebooks, files, each with its place.
 
-The notebooks say where a name is made, `fastbench.showdoc` how it is shown.
+The notebooks say where a name is made, `showdoc` how it is shown.
 """
 import ast
 import re
@@ -10,7 +10,8 @@ from posixpath import dirname, normpath, relpath
 
 from fastcore.nbio import read_nb
 
-from convert import fence, linked
+from convert import cell, default_exp, fence, linked
+from showdoc import Documented, lookup, public_names, type_name
 
 GROUPS = dict(learners='Learners', measure='Measuring', callbacks='Callbacks', draw='Drawing batches', text='Text', vision='Vision', runs='Runs and statistics', cli='Command line',
               machine='The machine')
@@ -21,11 +22,6 @@ WINGS = dict(train='learners', distributed='learners', bench='learners', own='le
 def group_of(module):
     "Under which heading of the reference a module stands; what is new stands under runs"
     return WINGS.get(module.split('.')[0], 'runs')
-
-
-def default_exp(nb):
-    "The module that a notebook writes, or None"
-    return next((m[1] for c in nb.cells if c.cell_type == 'code' and (m := re.search(r'^#\|\s*default_exp\s+(\S+)', c.source, re.M))), None)
 
 
 def head(nb):
@@ -44,21 +40,6 @@ class Book:
         self.title, self.subtitle = head(self.nb)
 
 
-def lines_of(source):
-    "Qualified name -> line where it is made"
-    from fastbench.showdoc import public_names
-    res, text = {}, source.splitlines()
-    tree = ast.parse(source)
-    every = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} | {o.name for o in tree.body if hasattr(o, 'name')}
-    for o in tree.body:
-        first = min([o.lineno, *(d.lineno for d in getattr(o, 'decorator_list', []))])
-        for name in public_names('\n'.join(text[first-1:o.end_lineno]), every):
-            inner = [m for m in getattr(o, 'body', []) if isinstance(o, ast.ClassDef) and getattr(m, 'name', None) == name.split('.')[-1]]
-            at = min([inner[0].lineno, *(d.lineno for d in inner[0].decorator_list)]) if inner and '.' in name else first
-            res.setdefault(name, at)
-    return res
-
-
 class Names:
     "Every name and its place"
     def __init__(self, books, root, files=(), commands=(), recipes=()):
@@ -72,7 +53,6 @@ class Names:
         for (module, name) in self.public: self.short.setdefault(name, []).append(module)
 
     def _collect(self, b):
-        from fastbench.showdoc import public_names
         known = getattr(import_module(f'fastbench.{b.module}'), '__all__', [])
         for cell in b.nb.cells:
             if cell.cell_type != 'code' or not (cell.has_directive('export') or cell.has_directive('exports')): continue
@@ -94,7 +74,7 @@ class Names:
         return not (getattr(getattr(m, 'fget', None) or getattr(m, '__func__', m), '__doc__', None) or '').strip()
 
     @cached_property
-    def lines(self): return {m: lines_of((self.root/f"fastbench/{m.replace('.', '/')}.py").read_text(encoding='utf-8')) for m in {m for m, _ in self.public}}
+    def lines(self): return {m: public_names((self.root/f"fastbench/{m.replace('.', '/')}.py").read_text(encoding='utf-8'), {n.split('.')[0] for k, n in self.public if k == m}) for m in {m for m, _ in self.public}}
 
     def of_cell(self, path, cell):
         "(module, name) of what an exported cell makes public"
@@ -102,21 +82,19 @@ class Names:
         if b.module == 'all' and '_all_' in cell.source: return [('all', None)]
         return [(b.module, o) for o in self.cells.get((path, cell.id), [])]
 
-    def source_of(self, path, cell, page, twin):
+    def source_of(self, path, cell, page):
         "A link to the code of an exported cell"
         module = self.by_path[path].module
         lines = (self.root/f"fastbench/{module.replace('.', '/')}.py").read_text(encoding='utf-8').splitlines()
         at = next((i for i, o in enumerate(lines, 2) if o.startswith('# %% ') and o.endswith(f'#{cell.id}')), 1)
-        return f"Nothing public; [the code]({self.link(page, f'source/{module}.md', '' if twin else line_anchor(at))})."
+        return f"Nothing public; [the code]({self.link(page, f'source/{module}.md', line_anchor(at))})."
 
     def obj(self, module, name):
         "What stands behind a public name"
-        from fastbench.showdoc import lookup
         return lookup(f'fastbench.{module}', name)
 
     def about(self, module, name):
         "The first line of what is said of it"
-        from fastbench.showdoc import Documented
         o = self.obj(module, name)
         if not (callable(o) or isinstance(o, (property, cached_property, classmethod, staticmethod))): return ''
         return Documented(o, name).docs.split('\n')[0]
@@ -188,20 +166,19 @@ class Names:
 
     def shown(self, found, page, twin):
         "A public name on its page: heading, source, signature, one line, table"
-        from fastbench.showdoc import Documented
         module, name = found
         if name is None: return self._list(page)
         o = self.obj(module, name)
         noted = getattr(o, '__metadata__', None)  # of `Annotated`: an option that several commands share
         plain = noted or not callable(o) and not isinstance(o, (property, cached_property, classmethod, staticmethod))
-        head = f"{'###' if '.' not in name else '####'} `{name}`" + ('' if twin else f" {{#{name} .symbol{' .constant' if plain else ''}}}")
-        source = f"[source]({self.link(page, f'source/{module}.md', '' if twin else line_anchor(self.lines[module].get(name, 1)))})" + ('' if twin else '{.source}')
+        head = f"{'###' if '.' not in name else '####'} `{name}`" + (f" {{#{name} .symbol{' .constant' if plain else ''}}}")
+        source = f"[source]({self.link(page, f'source/{module}.md', line_anchor(self.lines[module].get(name, 1)))})" + '{.source}'
         if plain: body = fence(f'{name} = {constant(o)}', 'python') + (f"\n\n{noted[0].help}" if noted else '')
         elif module.startswith('command.') and (cmd := name.strip('_').replace('_', '-')) in self.commands:
             body = f"{Documented(o, name).docs}\n\nIts arguments and options: [`fastbench {cmd}`]({self.link(page, 'reference/commands.md', f'fastbench-{cmd}'.replace(' ', '-'))})."
         elif '.' in name and getattr(o, '__qualname__', name) != name and getattr(o, '__name__', '') in self.short:
             body = f'`{o.__name__}` as a method.'
-        else: body = Documented(o, name).body
+        else: body = str(Documented(o, name))
         return f'{head}\n\n{source}\n\n{linked(body, page, self, skip=found, twin=twin)}'
 
     def _list(self, page):
@@ -211,14 +188,10 @@ class Names:
 
 def constant(o):
     "A constant as one would type it; how a long one begins; of an object its type"
-    from fastbench.showdoc import type_name
     if hasattr(o, '__metadata__'): return f'Annotated[{type_name(o.__origin__)}, {type(o.__metadata__[0]).__name__}]'
     text = repr(o)
     if ' at 0x' in text or text[:1] == '<': return f'{type(o).__name__}(...)' if not isinstance(o, (dict, list, tuple, set)) else f'{type(o).__name__} of {len(o)}'
     return text if len(text) < 400 else text[:300].rsplit(', ', 1)[0] + ', ...'
-
-
-def cell(text): return re.sub(r'(?<!\\)\|', r'\\|', ' '.join(text.split()))
 
 
 def slug(text):

@@ -8,24 +8,16 @@ from importlib import import_module
 from shlex import join
 from textwrap import dedent
 
-from convert import fence
-from names import GROUPS, cell, group_of
+from fastcore.docments import ann_parts
+
+from convert import code, fence, table
+from names import GROUPS, group_of
+from showdoc import ParameterTable, type_name
 
 GENERATED = [('Commands', 'commands.md', 'each with its options and an example'), ('Recipes, suites and ladders', 'recipes.md', 'what can be run by name, and every field'),
              ('Fields of a Run', 'run-fields.md', 'what one training leaves'),
              ('All names', 'names.md', 'every public function, class and constant, those that only fastbench itself uses among them')]  # behind the first page of the reference
 SAID = dict(int='INTEGER', float='NUMBER', str='TEXT', Path='PATH', bool='')
-
-
-def table(head, *rows):
-    "A Markdown table; nothing without rows, no column without a value"
-    keep = [i for i in range(len(head)) if any(str(r[i]) for r in rows)]
-    head, rows = [head[i] for i in keep], [[r[i] for i in keep] for r in rows]
-    if not rows: return ''
-    return '\n'.join(['| ' + ' | '.join(head) + ' |', '| ' + ' | '.join(['---']*len(head)) + ' |'] + ['| ' + ' | '.join(cell(str(o)) for o in r) + ' |' for r in rows])
-
-
-def code(o): return f'`{o}`' if o not in ('', None) else ''
 
 
 # Commands
@@ -51,7 +43,6 @@ def anchor(command):
 
 def options(func):
     "A dict a parameter: names, value, default, about, argument?"
-    from fastbench.showdoc import ann_parts, type_name
     res = []
     for k, p in inspect.signature(func, eval_str=True).parameters.items():
         kind, more = ann_parts(p.annotation)
@@ -179,11 +170,9 @@ def sentence(text): return text[:1].upper() + text[1:] + ('' if text.endswith(('
 def run_page(root):
     "Every field of a Run, with what a kept one holds"
     from fastbench.runs.record import SCHEMA, STATUSES, Run
-    from fastbench.showdoc import ParameterTable, type_name
     kept = sorted(o for o in (root/'benchmarks'/'results').glob('*.json') if not o.name.startswith('selftest-'))  # of trainings
     example = json.loads(kept[-1].read_text(encoding='utf-8')) if kept else {}
-    about = ParameterTable(Run).dm
-    rows = [(code(o.name), code(type_name(o.type)), about[o.name].docment if isinstance(about[o.name].docment, str) else '') for o in fields(Run)]
+    rows = [(code(name), code(kind), what) for name, kind, _, what in ParameterTable(Run).rows]
     parts = ['# Fields of a Run', f'> What one training leaves: a JSON object, schema {SCHEMA}, one file a Run',
              'What was not measured is missing, never zero. Raw values of every step are in `profile`; tables and statistics are computed when they are read, by [`Run`](runs.record.md#Run).',
              table(['Field', 'Type', 'What'], *rows), '## Statuses', table(['`status`', 'Meaning'], *((code(k), v) for k, v in STATUSES.items()))]

@@ -398,7 +398,7 @@ def names(docs):
 
 def test_every_public_name_has_a_docstring_and_docments(names, docs):
     from functools import cached_property
-    from fastbench.showdoc import Documented, ParameterTable
+    Documented, ParameterTable = docs('showdoc').Documented, docs('showdoc').ParameterTable
     commands, silent, nameless, n = list(docs('reference').commands().values()), [], [], 0
     for module, name in names.public:
         o, kinds = names.obj(module, name), (property, cached_property, classmethod, staticmethod)
@@ -415,8 +415,8 @@ def test_every_option_of_a_command_says_what_it_is(docs):
         for o in docs('reference').options(f): assert len(o['about']) > 3, (name, o)
 
 
-def test_tables_of_parameters_say_what_stands_elsewhere():
-    from fastbench.showdoc import ParameterTable, signature
+def test_tables_of_parameters_say_what_stands_elsewhere(docs):
+    ParameterTable, signature = docs('showdoc').ParameterTable, docs('showdoc').signature
 
     class Old:
         def go(self, x, # Where to
@@ -435,6 +435,141 @@ def test_tables_of_parameters_say_what_stands_elsewhere():
 
     def one(a, b): pass
     assert ParameterTable(one).missing == ['a', 'b']
+
+
+# What is shown of a name
+
+class Square:
+    def __init__(self, side): self.side = side
+    @property
+    def area(self): # Square metres
+        "How much it covers"
+        return self.side**2
+    @classmethod
+    def unit(cls): return cls(1)
+
+
+class Tile(Square): "It does not say how it is made"
+
+
+def tally(*items, # What to count
+          **names, # Name -> what it counts
+    ): # How many in all
+    return len(items) + len(names)
+
+
+def scaled(x:float, # Seconds
+           by:int|None=2, # Times
+           **options, # Handed on
+    )->float: # Seconds
+    "`x`, scaled"
+
+
+def both(x, by=3, times=1): # as for `scaled`; times: how often; seconds, as a list
+    "`x`, scaled, again and again"
+
+
+def begun(n, # How many
+          unit='s', **options): pass
+
+
+def named(n): # Seconds: of the fit
+    pass
+
+
+def cut(text, *, at=80): pass
+
+
+def test_types_and_defaults_are_shown_as_one_types_them(docs):
+    import inspect
+    from typing import Optional
+    from fastbench.command.options import Precision
+    from fastbench.recipe import Recipe
+    from fastbench.runs.record import Run
+    S = docs('showdoc')
+    assert [S.type_name(o) for o in (Optional[Recipe], int|str, inspect.Parameter.empty, type(None))] == ['Recipe|None', 'int|str', '', '']
+    assert S.made_anew(Run)['data'] == {} and S.made_anew(Run)['epochs'] == [] and S.made_anew(int) == {}
+    assert S.default_name(print) == 'print' and S.default_name('fp32') == "'fp32'" and S.default_name(inspect.Parameter.empty) == ''
+    assert S.default_name(list(range(100))) == '...' and S.default_name((0, 1)) == '(0, 1)'
+    assert [S.default_name(o) for o in (Precision.half_bf16, 4, None, Run)] == ["'half-bf16'", '4', 'None', 'Run']
+
+
+def test_where_parameters_are_described(docs):
+    from fastbench.compare.runs import Compared
+    from fastbench.recipe import Recipe
+    S = docs('showdoc')
+    assert S.plain_function(vars(Square)['unit']) is Square.unit.__func__ and S.plain_function(len) is len
+    assert S.documented(Square) is Square.__init__ and S.documented(Recipe) is Recipe and S.documented(Tile) is None
+    assert S.ending(tally) == 'How many in all' and S.ending(len) == ''
+    assert S.overridden(S.plain_function(Compared)) == [] and S.overridden(len) == []
+    assert [o.__qualname__ for o in S.overridden(Compared.shown)] == ['Table.shown']
+    assert S.parts('Seconds: of the fit', ['n']) == ({}, [], 'Seconds: of the fit')
+    assert S.parts('n: how many; as for `scaled`; seconds, as a list', ['n', 'text']) == ({'n': 'how many'}, ['scaled'], 'seconds, as a list')
+
+
+def test_tables_of_parameters(docs):
+    T = docs('showdoc').ParameterTable
+    assert [(o[0], o[3]) for o in T(tally).rows[:2]] == [('*items', 'What to count'), ('**names', 'Name -> what it counts')]
+    assert T(begun).missing == ['unit'], '**options may be handed on without a word'
+    assert T(begun).rows == [('n', '', '', 'How many'), ('unit', 'str', "'s'", ''), ('**options', '', '', '')]
+    assert [o[3] for o in T(both).rows] == ['Seconds', 'Times', 'how often', 'seconds, as a list']
+    assert not T(scaled).missing and T(scaled).rows[-1] == ('', 'float', '', 'Seconds')
+    cell, code = docs('convert').cell, docs('convert').code
+    assert cell('') == code('') == '' and cell(r'a\|b') == r'a\|b', 'escaped once'
+    assert cell('on|off') == r'on\|off' and cell(code('int|None')) == r'`int\|None`'
+    assert str(T(scaled)) == r"""| Name | Type | Default | What |
+| --- | --- | --- | --- |
+| `x` | `float` |  | Seconds |
+| `by` | `int\|None` | `2` | Times |
+| `**options` |  |  | Handed on |
+| *returns* | `float` |  | Seconds |"""
+
+
+def test_signatures(docs):
+    from fastbench.recipe import Recipe
+    signature = docs('showdoc').signature
+    assert signature('scaled', scaled) == 'scaled(x, by=2, **options)' and signature('cut', cut) == 'cut(text, *, at=80)'
+    assert signature('Square.area', Square.area) == 'Square.area' and signature('Square.unit', vars(Square)['unit']) == 'Square.unit()'
+    assert signature('Square', Square) == 'class Square(side)' and signature('Tile', Tile) == 'class Tile'
+    lines = signature('Recipe', Recipe).splitlines()
+    assert lines[:2] == ['class Recipe(', "    name, about='', data='own', sample=1.0, workers=None, batches=None, bs=64,"] and max(map(len, lines)) <= 91
+
+
+def test_a_name_with_docstring_and_table(docs):
+    D = docs('showdoc').Documented
+    assert str(D(scaled, 'scaled')).startswith('```python\nscaled(x, by=2, **options)\n```\n\n`x`, scaled\n\n| Name | Type |')
+    assert str(D(Square.area, 'Square.area')) == '```python\nSquare.area\n```\n\nHow much it covers\n\n*Property:* Square metres'
+    assert D(Tile, 'Tile').docs.startswith('It does') and D(type('Plain', (Square,), {}), 'Plain').docs == ''
+
+
+def test_names_that_a_source_makes_public(docs):
+    from fastbench.runs.record import Run
+    def made(source, *known): return list(docs('showdoc').public_names(source, known))
+    assert made('a,b = 1,2\nTable.wide = True\nc:int = 3', 'a', 'b', 'c', 'Table') == ['a', 'b', 'Table.wide', 'c']
+    assert made('@patch_to(Wall, as_prop=True)\ndef f(self): pass') == ['Wall.f']
+    assert made('def _help(): pass\ndef run(): pass', 'run') == ['run']
+    assert made('@patch_to(Wall)\ndef crack(self): "It shows"\ndef local(): pass', 'Wall') == ['Wall.crack']
+    source = '''
+@patch
+def paint(self:Wall, colour): "Paint it"
+class Door:
+    def open(self): "Open it"
+    def _creak(self): "Nobody's business"
+KEY,_key = 1,2
+'''
+    assert made(source, 'Door', 'KEY') == ['Wall.paint', 'Door', 'Door.open', 'KEY']
+    lookup = docs('showdoc').lookup
+    assert lookup('fastbench.runs.record', 'Run.headline') is vars(Run)['headline'] and isinstance(vars(Run)['headline'], property)
+    assert lookup('fastbench.recipe', 'but').__name__ == 'but'
+    assert lookup('fastbench.ladders', 'Ladder.recipes').__doc__.startswith('The recipes')
+
+
+def test_nbdev_shows_a_name_without_running_a_cell(docs):
+    from fastcore.nbio import mk_cell, new_nb
+    nb = new_nb([mk_cell('#| default_exp recipe'), mk_cell('show_doc(but)')])
+    show = docs('showdoc').ShowDocs(nb)
+    for c in nb.cells: show(c)
+    assert nb.cells[1].cell_type == 'markdown' and nb.cells[1].source.startswith('### but') and 'outputs' not in nb.cells[1]
 
 
 # The converter, on notebooks made for it
@@ -520,7 +655,7 @@ def test_sections_come_with_their_notebooks(docs, tmp_path):
 
 # nbdev's own builder
 
-def test_nbdev_docs_processes_every_notebook(tmp_path, monkeypatch):
+def test_nbdev_docs_processes_every_notebook(docs, tmp_path, monkeypatch):
     "What `nbdev-docs` does before it calls Quarto, with the files that are kept for it"
     import nbformat
     from nbdev.quarto import refresh_quarto_yml

@@ -1,0 +1,206 @@
+"""How a name is documented: its signature, its docstring and a table of its parameters.
+
+The comments beside parameters (docments) are the documentation of fastbench, and nbdev's own `show_doc` makes no table of them.
+`ShowDocs` shows names in `nbdev-docs` as the site does.
+"""
+import ast
+import inspect
+import re
+import sys
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from functools import cached_property
+from importlib import import_module
+from textwrap import fill
+
+from fastcore.docments import ann_parts, docments, empty
+
+from convert import code, default_exp, fence, table
+
+STARS = {inspect.Parameter.VAR_KEYWORD: '**', inspect.Parameter.VAR_POSITIONAL: '*'}
+PROPERTIES = property, cached_property
+
+
+# Types, defaults, signatures
+
+def type_name(anno):
+    "An annotation without modules; '' for none"
+    anno = ann_parts(anno)[0]
+    if anno in (empty, type(None)): return ''  # docments takes the type of a default
+    text = anno if isinstance(anno, str) else inspect.formatannotation(anno)
+    text = re.sub(r'(?:\w+\.)+(?=\w)', '', text.replace("'", ''))
+    return re.sub(r'Optional\[(.*)\]$', r'\1|None', text).replace(' | ', '|')
+
+
+def default_name(value):
+    "A default as one types it; '' for none"
+    if value is empty: return ''
+    if isinstance(value, Enum): value = value.value
+    plain = type(value).__module__ in ('builtins', 'pathlib') or isinstance(value, (str, tuple))
+    text = getattr(value, '__name__', None) or (repr(value) if plain else f'{type(value).__name__}()')
+    return text if len(text) < 60 else '...'
+
+
+def made_anew(kind):
+    "Field -> default, of the fields of a dataclass whose default is made anew for each instance"
+    return {o.name: o.default_factory() for o in fields(kind) if o.default_factory is not MISSING} if is_dataclass(kind) else {}
+
+
+def plain_function(o):
+    "The function behind a property or a class method"
+    o = o.fget if isinstance(o, property) else o.func if isinstance(o, cached_property) else o
+    return getattr(o, '__func__', o)
+
+
+def documented(o):
+    "What holds the parameters of a class: itself, if a dataclass, or its `__init__`; None if that is another class's"
+    return o if is_dataclass(o) else vars(o).get('__init__')
+
+
+def given(params):
+    "Parameters that a call gives: without `self`"
+    return [*params.items()][next(iter(params), '') in ('self', 'cls'):]
+
+
+class Typed(str):
+    "A default in a signature: without quotes around it"
+    __repr__ = str.__str__
+
+
+def signature(name, obj):
+    "How `name` is called, in lines of up to 90 letters; types are in the table"
+    if isinstance(obj, PROPERTIES): return name
+    try: sig = inspect.signature(plain_function(obj))
+    except (TypeError, ValueError): return name
+    if inspect.isclass(obj):
+        name = f'class {name}'
+        if documented(obj) is None: return name
+    anew = made_anew(obj)
+    def typed(k, o): return o if o is empty else Typed(default_name(anew.get(k, o)))
+    params = [p.replace(annotation=empty, default=typed(k, p.default)) for k, p in given(sig.parameters)]
+    text = str(sig.replace(parameters=params, return_annotation=empty))
+    if len(name + text) <= 90: return name + text
+    return f"{name}(\n{fill(text[1:-1], 90, initial_indent=' '*4, subsequent_indent=' '*4, break_long_words=False)})"
+
+
+# Parameters
+
+def ending(func):
+    "The comment at the end of a signature"
+    try: source = inspect.getsource(func)
+    except (OSError, TypeError): return ''
+    m = re.search(r'^[^#\n]*?\)[ \t]*(?:->[^#:\n]*)?:[ \t]*(?:#[ \t]*(.*))?', source, re.M)
+    return m and m[1] or ''
+
+
+def parts(text, names):
+    "What the comment at the end of a signature says: name -> what, functions behind `as for`, and the rest, of the result"
+    told, likes, rest = {}, [], []
+    for o in filter(None, text.split('; ')):
+        m, like = re.match(r'(\w+): (.+)', o), re.match(r'[Aa]s for `([\w.]+)`$', o)
+        if like: likes.append(like[1])
+        elif m and m[1] in names: told[m[1]] = m[2]
+        else: rest.append(o)
+    return told, likes, '; '.join(rest)
+
+
+def overridden(func):
+    "The methods that a method takes the place of"
+    owner, _, name = getattr(func, '__qualname__', '').rpartition('.')
+    owner = getattr(sys.modules.get(getattr(func, '__module__', '')), owner, None)
+    return [plain_function(vars(o)[name]) for o in owner.__mro__[1:] if name in vars(o)] if inspect.isclass(owner) else []
+
+
+class ParameterTable:
+    "The parameters of a function or class; what is not said beside one is looked for elsewhere, the nearest place first"
+    def __init__(self, obj):
+        target = documented(obj) if inspect.isclass(obj) else plain_function(obj)
+        found = docments(target, full=True, args_kwargs=True)
+        result, text = found.pop('return', None), ending(target)
+        told, likes, rest = parts(text, found)
+        about = {o.name: o.metadata.get('about') for o in fields(obj)} if is_dataclass(obj) else {}
+        helped = {k: next(filter(None, (getattr(o, 'help', None) for o in ann_parts(v.anno)[1])), None) for k, v in found.items()}
+        beside = {k: v.docment for k, v in found.items() if not (told or likes) or v.docment != text}  # it is taken for that of the last one
+        like = [docments(getattr(target, '__globals__', {}).get(o)) for o in likes]
+        said = {}
+        for source in (beside, about, helped, told, *like, *map(docments, overridden(target))):
+            said |= {k: ' '.join(v.split()) for k, v in source.items() if v and not said.get(k)}
+        anew = made_anew(obj)
+        self.rows = [(STARS.get(v.kind, '') + k, type_name(v.anno), default_name(anew.get(k, v.default)), said.get(k, ''))
+                     for k, v in given(found)]
+        self.missing = [name for name, *_, what in self.rows if not what and name[0] != '*']  # what is handed on may stay without a word
+        if result and not inspect.isclass(obj):
+            row = '', type_name(result.anno), '', rest if told or likes else result.docment or rest
+            if any(row): self.rows.append(row)
+
+    def __str__(self):
+        if not any(kind or what for _, kind, _, what in self.rows): return ''
+        return table(['Name', 'Type', 'Default', 'What'], *((code(name) or '*returns*', code(kind), code(value), what) for name, kind, value, what in self.rows))
+
+
+# One name
+
+class Documented:
+    "A name with its signature, docstring and table"
+    def __init__(self, obj, name): self.obj, self.name = obj, name
+
+    @property
+    def docs(self):
+        "The docstring; '' for a class that only inherits one, or a dataclass that Python gave one"
+        own = (vars(self.obj).get('__doc__') if inspect.isclass(self.obj) else plain_function(self.obj).__doc__) or ''
+        return '' if own.startswith(f"{self.name.split('.')[-1]}(") else inspect.cleandoc(own)
+
+    def __str__(self):
+        what = ending(plain_function(self.obj)) if isinstance(self.obj, PROPERTIES) else None
+        end = str(ParameterTable(self.obj)) if what is None else what and f'*Property:* {what}'
+        return '\n\n'.join(filter(None, [fence(signature(self.name, self.obj), 'python'), self.docs, end]))
+
+
+def first_line(o): return min(n.lineno for n in [o, *getattr(o, 'decorator_list', [])])
+
+
+def patched(f):
+    "The class that a function is made a method of by `@patch` or `@patch_to`"
+    for d in f.decorator_list:
+        kind = getattr(getattr(d, 'func', d), 'id', '')
+        if kind in ('patch', 'patch_to'): return getattr(d.args[0] if kind == 'patch_to' else f.args.args[0].annotation, 'id', None)
+
+
+def targets(o):
+    for t in getattr(o, 'targets', None) or [o.target]: yield from (ast.unparse(e) for e in getattr(t, 'elts', [t]))
+
+
+def public_names(source, known):
+    "Name -> line, of what a source makes: names in `known`, methods with a docstring, and those added by `@patch`"
+    res = {}
+    for o in ast.parse(source).body:
+        made, owner = {}, None
+        if isinstance(o, ast.ClassDef):
+            methods = (m for m in o.body if isinstance(m, (ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(m))
+            made = {o.name: o} | {f'{o.name}.{m.name}': m for m in methods}
+        elif isinstance(o, ast.FunctionDef):
+            owner = patched(o)
+            made = {f'{owner}.{o.name}' if owner else o.name: o}
+        elif isinstance(o, (ast.Assign, ast.AnnAssign)): made = dict.fromkeys(targets(o), o)
+        for name, at in made.items():
+            root, *_, last = name.split('.')*2
+            if (owner or root in known) and last[0] != '_': res.setdefault(name, first_line(at))
+    return res
+
+
+def lookup(module, name):
+    "What a name of a module stands for; properties and class methods as they are"
+    o = import_module(module)
+    for part in name.split('.'): o = inspect.getattr_static(o, part) if inspect.isclass(o) else getattr(o, part)
+    return o
+
+
+class ShowDocs:
+    "nbdev processor: `show_doc(name)` becomes Markdown. nbdev's own runs cells out of order, which breaks a lesson with state"
+    def __init__(self, nb): self.module = default_exp(nb)
+
+    def __call__(self, cell):
+        m = re.search(r'^show_doc\(([\w.]+)\)', cell.source, re.M)
+        if not m or cell.cell_type != 'code': return
+        cell.cell_type, cell.source = 'markdown', f"### {m[1]}\n\n{Documented(lookup(f'fastbench.{self.module}', m[1]), m[1])}"
+        for k in ('outputs', 'execution_count', 'has_sd'): cell.pop(k, None)
