@@ -174,21 +174,21 @@ def default_exp(nb):
 
 def notebook(path, page, names, pictures):
     "Texts of the notebook at `path`: for the site, and the twin"
-    nb = read_nb(path)
-    return written(nb, path, page, names, pictures[0], False), plain(written(nb, path, page, names, pictures[1], True))
+    cells = read_nb(path).cells
+    return written(cells, page, names, pictures[0], False), plain(written(cells, page, names, pictures[1], True))
 
 
-def written(nb, path, page, names, pictures, twin):
+def written(cells, page, names, pictures, twin):
     parts = []
-    for cell in nb.cells:
+    for cell in cells:
         if cell.cell_type == 'markdown': parts.append(linked(callouts(cell.source.strip(), twin), page, names, twin=twin))
         hidden = cell.has_directive('hide') or cell.has_directive('default_exp') or cell.directive('include') == 'false'
         if cell.cell_type != 'code' or hidden: continue
         text, lang = code_cell(cell.source)
         if cell.has_directive('export') or cell.has_directive('exporti'):
-            found = names.of_cell(path, cell)
+            found = names.of_cell(cell, page)
             parts += [names.shown(o, page, twin) for o in found]
-            if not found and parts and parts[-1].split('\n')[-1].startswith('#'): parts.append(names.source_of(path, cell, page))  # a heading over nothing public
+            if not found and parts and parts[-1].split('\n')[-1].startswith('#'): parts.append(names.source_of(cell, page))  # nothing public under a heading
         elif cell.directive('echo') != 'false' and text: parts.append(fence(text, lang))
         if cell.directive('output') != 'false':
             parts += [output(o, said_of(cell, text), page, names, pictures, twin) for o in cell.outputs]

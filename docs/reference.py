@@ -206,9 +206,9 @@ def start_page(names):
 
 def names_page(names):
     "Every public name, by room"
-    parts = ['# All names', '> Every public function, class, method and constant, and the page that shows it']
-    for g, title in GROUPS.items():
-        parts.append(f'## {title}')
+    parts = ['---\nsearch:\n  exclude: true\n---\n\n# All names', '> Every public function, class, method and constant, and the page that shows it']
+    for g in GROUPS:
+        parts.append(f'## {g}')
         for b in names.books:
             if not b.module or group_of(b.module) != g: continue
             rows = [(f'[`{n}`]({b.page.split("/")[-1]}#{n})', names.about(m, n)) for (m, n), book in names.public.items() if book is b]
@@ -216,7 +216,12 @@ def names_page(names):
     return '\n\n'.join(parts) + '\n'
 
 
-def source_page(file, text, back):
+def source_page(file, text, back=''):
     "A file of the repository, line by line"
-    links = f'\n\nShown at work: [{back[0]}]({back[1]}).' if back else ''
-    return f'---\nsearch:\n  exclude: true\nhide: [navigation, toc]\n---\n\n# {file}{links}\n\n' + fence(text, '{.python linenums="1"}') + '\n'
+    return f'---\nsearch:\n  exclude: true\nhide: [navigation, toc]\n---\n\n# {file}{back}\n\n' + fence(text, '{.python linenums="1"}') + '\n'
+
+
+def pages(names, root):
+    "Page -> its text"
+    made = dict(commands=commands_page(names), recipes=recipes_page(), index=start_page(names), names=names_page(names))
+    return {f'reference/{k}.md': v for k, v in (made | {'run-fields': run_page(root)}).items()}
