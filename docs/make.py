@@ -16,6 +16,11 @@ from posixpath import dirname
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:0] = [o for o in (str(HERE), str(ROOT)) if o not in sys.path]
+import reference
+from convert import Pictures, linked, markdown_file, notebook, plain
+from names import GROUPS, Book, Names, group_of
+from search import rank
+
 OLDEST = 3, 11
 SECTIONS = dict(tutorials='Tutorials', explanations='Explanations')
 MORE = {'CHANGELOG.md': 'changelog.md', 'CONTRIBUTING.md': 'reference/contributing.md', 'docs/architecture.md': 'reference/architecture.md'}
@@ -34,7 +39,6 @@ def check():
 
 def books_of(root):
     "All notebooks with their pages"
-    from names import Book
     paths = sorted((root/'nbs').rglob('*.ipynb'))
     return [Book(o, root) for o in paths if not any(p[0] in '._' for p in o.relative_to(root).parts)]
 
@@ -42,9 +46,6 @@ def books_of(root):
 class Site:
     "Pages as Markdown: `texts` for Zensical, `twins` for readers of Markdown"
     def __init__(self, root=ROOT):
-        import reference
-        from convert import Pictures, linked, markdown_file, notebook
-        from names import Names
         self.books, self.pictures, self.texts, self.twins, self.about = books_of(root), (Pictures(), Pictures()), {}, {}, {}
         scripts = [o.relative_to(root).with_suffix('').as_posix() for o in sorted((root/'benchmarks').glob('*.py'))]
         codes = {f'{o}.py': f'source/{o}.md' for o in scripts}
@@ -68,7 +69,6 @@ class Site:
             self.add(f'{part}/index.md', f'# {title}\n\n' + ''.join(lines), about=f'All {part}')
 
     def add(self, page, text, twin=None, about=''):
-        from convert import plain
         self.texts[page], self.twins[page] = unescaped(text), plain(twin or text)
         self.about[page] = one_line(about or next((o[2:] for o in text.splitlines() if o.startswith('> ')), ''))
 
@@ -81,14 +81,12 @@ class Site:
     @property
     def nav(self):
         "For Zensical"
-        from names import GROUPS, group_of
-        from reference import GENERATED
         def items(books): return [{b.title.replace('`', ''): b.page} for b in books]  # it is no Markdown there
         parts = [{title: [f'{part}/index.md', *items(mine)]} for part, title, mine in self.sections]
         groups = [{g: items(b for b in self.books if b.module and group_of(b.module) == g)} for g in GROUPS]
         made = [{'Architecture': 'reference/architecture.md'}, {'Contributing': 'reference/contributing.md'}]
-        reference = ['reference/index.md', *({t: f'reference/{p}'} for t, p, _ in GENERATED), *groups, {'How fastbench is made': made}]
-        return [{'Home': 'index.md'}, *parts, {'Reference': reference}, {'Changelog': 'changelog.md'}]
+        second = ['reference/index.md', *({t: f'reference/{p}'} for t, p, _ in reference.GENERATED), *groups, {'How fastbench is made': made}]
+        return [{'Home': 'index.md'}, *parts, {'Reference': second}, {'Changelog': 'changelog.md'}]
 
     @property
     def llms(self):
@@ -154,7 +152,6 @@ def make(out=ROOT/'site', work=ROOT/'build'/'docs'):
     "Write the site to `out`; returns its `Site`"
     check()
     from links import dead
-    from search import rank
     site = Site()
     shutil.rmtree(work, ignore_errors=True)
     write(work/'pages', site.texts | site.pictures[False] | {f'theme/{o.name}': o.read_bytes() for o in (HERE/'theme').iterdir()})

@@ -7,17 +7,22 @@ from enum import Enum
 from importlib import import_module
 from shlex import join
 from textwrap import dedent
+from typing import get_args
 
-from fastcore.docments import ann_parts
+from fastcore.docments import ann_parts, empty
 
 from convert import code, fence, table
 from names import GROUPS, group_of
 from showdoc import ParameterTable, type_name
 
-GENERATED = [('Commands', 'commands.md', 'each with its options and an example'), ('Recipes, suites and ladders', 'recipes.md', 'what can be run by name, and every field'),
+GENERATED = [('Commands', 'commands.md', 'each with its options and an example'),
+             ('Recipes, suites and ladders', 'recipes.md', 'what can be run by name, and every field'),
              ('Fields of a Run', 'run-fields.md', 'what one training leaves'),
-             ('All names', 'names.md', 'every public function, class and constant, those that only fastbench itself uses among them')]  # behind the first page of the reference
-SAID = dict(int='INTEGER', float='NUMBER', str='TEXT', Path='PATH', bool='')
+             ('All names', 'names.md', 'every public function, class and constant, those that only fastbench itself uses among them')]
+SAID = dict(int='INTEGER', float='NUMBER', str='TEXT', Path='PATH')
+
+
+def page(title, about, *parts): return '\n\n'.join(filter(None, [f'# {title}', f'> {about}', *parts])) + '\n'
 
 
 # Commands
@@ -27,8 +32,9 @@ def registered():
     import fastbench.cli  # noqa: F401, adds the commands
     from fastbench.command.terminal import app
     def of(app, prefix=''): return {prefix + (o.name or o.callback.__name__.replace('_', '-')): o for o in app.registered_commands}
-    groups = (of(o.typer_instance, f'{o.name} ') for o in app.registered_groups)
-    return of(app) | {k: f for group in groups for k, f in group.items()}
+    res = of(app)
+    for o in app.registered_groups: res |= of(o.typer_instance, f'{o.name} ')
+    return res
 
 
 def commands():
@@ -42,55 +48,69 @@ def anchor(command):
 
 
 def options(func):
-    "A dict a parameter: names, value, default, about, argument?"
+    "A dict for each parameter"
     res = []
     for k, p in inspect.signature(func, eval_str=True).parameters.items():
         kind, more = ann_parts(p.annotation)
         info = next((o for o in more if hasattr(o, 'help')), None)
-        if info is None: continue
-        args = [o for o in getattr(kind, '__args__', ()) if o is not type(None)]
-        if args and not isinstance(kind, type): kind = args[0]
-        kind = args[0] if getattr(kind, '__origin__', None) is list or (args and kind is list) else getattr(kind, '__args__', [kind])[0]
-        argument = type(info).__name__ == 'ArgumentInfo'
-        names = [o for o in (info.default, *(info.param_decls or ())) if isinstance(o, str) and o.startswith('-')] or ['--' + k.replace('_', '-')]
-        choices = '|'.join(o.value for o in kind) if isinstance(kind, type) and issubclass(kind, Enum) else ''
-        value = info.metavar or choices or SAID.get(type_name(kind), '')
-        if info.min is not None and info.max is None and not info.metavar: value += f' from {info.min}'
+        if not info: continue
+        while args := [o for o in get_args(kind) if o is not type(None)]: kind = args[0]
+        choices = [o.value for o in getattr(kind, '__members__', {}).values()]
+        names = [o for o in (info.default, *(info.param_decls or ())) if isinstance(o, str) and o.startswith('-')]
         default = p.default.value if isinstance(p.default, Enum) else p.default
-        default = info.show_default if isinstance(info.show_default, str) else '' if default in (None, inspect.Parameter.empty, False) or info.show_default is False else default
-        res.append(dict(names=[info.metavar or k.upper()] if argument else names, value='' if argument else value, default=default, required=argument and p.default is inspect.Parameter.empty,
-                        about=(info.help or '') + (f' Environment: `{info.envvar}`.' if info.envvar else '')))
-        res[-1]['argument'], res[-1]['choices'] = argument, choices
+        if default in (None, empty, False) or info.show_default is False: default = ''
+        value = info.metavar or '|'.join(choices) or SAID.get(type_name(kind), '')
+        if info.min is not None and info.max is None and not info.metavar: value += f' from {info.min}'
+        about = info.help + (f' Environment: `{info.envvar}`.' if info.envvar else '')
+        res.append(dict(names=names or ['--' + k.replace('_', '-')], value=value, about=about, choices=choices,
+                        default=info.show_default if isinstance(info.show_default, str) else default))
+        if type(info).__name__ == 'ArgumentInfo': res[-1] |= dict(argument=info.metavar or k.upper(), required=p.default is empty)
     return res
+
+
+def argument_row(o):
+    about = o['about'] + (f" One of {', '.join(map(code, o['choices']))}." if o['choices'] else '')
+    return code(o['argument']), about + (f" Default: {code(o['default'])}." if o['default'] != '' else '')
 
 
 def commands_page(names):
     "Every command with every option"
     from fastbench.command.terminal import app
-    parts = ['# Commands', f'> {app.info.help}', fence('fastbench [--version] [--help] COMMAND [ARGUMENTS] [OPTIONS]', 'sh'),
-             'Exit codes: 0 went well, 1 a gate was not passed (`--fail-above`), 2 a mistake in what was asked, 3 the Runs are not comparable, 4 what is needed is not there (data, memory, a network) '
-             'or a training failed, 130 interrupted.']
     every = registered()
-    parts.append(table(['Command', 'What'], *((f'[`fastbench {k}`](#{anchor(k)})', inspect.getdoc(o.callback).split('\n')[0]) for k, o in every.items())))
+    parts = [fence('fastbench [--version] [--help] COMMAND [ARGUMENTS] [OPTIONS]', 'sh'),
+             'Exit codes: 0 went well, 1 a gate was not passed (`--fail-above`), 2 a mistake in what was asked, 3 the Runs are not comparable, '
+             '4 what is needed is not there (data, memory, a network) or a training failed, 130 interrupted.',
+             table(['Command', 'What'], *((f'[`fastbench {k}`](#{anchor(k)})', inspect.getdoc(o.callback).split('\n')[0]) for k, o in every.items()))]
     for k, o in every.items():
-        f, examples = o.callback, dedent(o.epilog.split(':\n')[1])
-        rows = options(f)
-        args = [o for o in rows if o['argument']]
-        usage = ' '.join([f'fastbench {k}', *(o['names'][0] if o['required'] else f"[{o['names'][0]}]" for o in args), '[OPTIONS]'])
-        parts += [f'## `fastbench {k}` {{#{anchor(k)} .symbol}}', fence(usage, 'sh'), inspect.getdoc(f), fence(examples, 'sh'),
-                  table(['Argument', 'What'], *((code(o['names'][0]), o['about'] + (f" One of {', '.join(map(code, o['choices'].split('|')))}." if o['choices'] else '')
-                                                 + (f" Default: {code(o['default'])}." if o['default'] != '' else '')) for o in args)),
-                  table(['Option', 'Value', 'Default', 'What'], *((', '.join(map(code, o['names'])), code(o['value']), code(o['default']), o['about']) for o in rows if not o['argument']))]
-        lives = next((m for m, n in names.public if m.startswith('command.') and names.obj(m, n) is f), None)
-        if lives:
-            book = next(b for b in names.books if b.module == lives)
-            parts.append(f'Shown at work: [{book.title}]({book.page.split("/")[-1]}).')
-    return '\n\n'.join(filter(None, parts)) + '\n'
+        rows = options(o.callback)
+        args = [o for o in rows if 'argument' in o]
+        said = [o['argument'] if o['required'] else f"[{o['argument']}]" for o in args]
+        parts += [f'## `fastbench {k}` {{#{anchor(k)} .symbol}}', fence(' '.join(['fastbench', k, *said, '[OPTIONS]']), 'sh'),
+                  inspect.getdoc(o.callback), fence(dedent(o.epilog.split(':\n')[1]), 'sh'), table(['Argument', 'What'], *map(argument_row, args)),
+                  table(['Option', 'Value', 'Default', 'What'], *((', '.join(map(code, o['names'])), code(o['value']), code(o['default']), o['about'])
+                                                                 for o in rows if o not in args))]
+        book = next((b for (m, n), b in names.public.items() if m.startswith('command.') and names.obj(m, n) is o.callback), None)
+        if book: parts.append(f'Shown at work: [{book.title}]({book.page.split("/")[-1]}).')
+    return page('Commands', app.info.help, *parts)
 
 
 # Recipes
 
-def clock(x): return f'{x:,.4g} s' if x < 10000 else f'{x:,.0f} s'
+def clock(x): return '' if x is None else f'{x:,.4g} s' if x < 10000 else f'{x:,.0f} s'
+
+
+def share(x): return f'{x:.2%}' if x else ''
+
+
+def sentence(text): return text[:1].upper() + text[1:] + ('' if text.endswith(('.', '!')) or not text else '.')
+
+
+def settings(values):
+    "Fields as they are set, long values left out"
+    return ', '.join(f'`{k}={text if len(text := repr(v)) < 40 else "..."}`' for k, v in values.items())
+
+
+def named(name, about, command): return f'### `{name}` {{#{name} .symbol}}', sentence(about), fence(command, 'sh')
 
 
 def recipe_names():
@@ -99,45 +119,63 @@ def recipe_names():
     return {*recipes(), *suites(), *ladders()}
 
 
+def suite_row(name, recipes, variants):
+    each = (', '.join(f'`{k}={v!r}`' for k, v in o.items()) for o in variants if o)
+    return f'<a id="{name}"></a>{code(name)}', ', '.join(f'[`{o}`](#{o})' for o in recipes), '; '.join(each)
+
+
+def recipe_part(name, r, published):
+    said = {o.name: v for o in fields(r) if o.name not in ('name', 'about') and (v := getattr(r, o.name)) != o.default}
+    kind = type(r).__name__
+    rows = ((o['machine'], o['precision'], o.get('bs') or '', clock(o['seconds']), share(o.get('accuracy'))) for o in published)
+    return [*named(name, r.about, f'fastbench run {name}'), f'[`{kind}`](#fields-{kind}): {settings(said)}',
+            table(['Published on', 'Precision', 'Batch', 'Fit', 'Accuracy'], *rows)]
+
+
+def ladder_part(name, ladder):
+    timed = any(o.seconds for o in ladder.rungs)
+    rows = ((f'<a id="{name}-{o.name}"></a>{code(o.name)}', o.about[:1].upper() + o.about[1:], settings(o.changes),
+             clock(o.seconds), share(o.accuracy if timed else 0)) for o in ladder.rungs)
+    return [*named(name, ladder.about, f'fastbench ladder {name}'), table(['Rung', 'What was changed', 'Fields', 'Published', 'Accuracy'], *rows)]
+
+
+def fields_part(kind, own):
+    rows = ((code(o.name), code(repr(o.default)) if o.default is not MISSING else '', sentence(o.metadata['about']), o.metadata['rule'][1],
+             code(example(kind, o))) for o in own)
+    name = kind.__name__
+    return [f"### {'All trainings' if name == 'Recipe' else code(name)} {{#fields-{name}}}", sentence(inspect.getdoc(kind)),
+            table(['Field', 'Default', 'What', 'May be', 'Example'], *rows)]
+
+
 def recipes_page():
     "Every recipe, suite and ladder with what their authors measured"
     from fastbench import recipe as R
     from fastbench.ladders import ladders
     rungs = {f'{l.name}-{o.name}' for l in ladders().values() for o in l.rungs}
-    single = {k: v for k, v in R.recipes().items() if k not in rungs}
-    parts = ['# Recipes, suites and ladders', '> What can be run by name, with every setting that is not the default, and the figures that its authors published',
-             'A published figure is of its author\'s machine and software. It is here to be set beside a Run, not to be reached: `fastbench run` prints it below what was measured.']
-    parts += ['## Suites', 'A suite is a list of recipes. Each is trained in a process of its own, one after another.', fence('fastbench run quick', 'sh'),
-              table(['Suite', 'Recipes', 'Each with'], *((f'<a id="{k}"></a>{code(k)}', ', '.join(f'[`{o}`](#{o})' for o in v),
-                                                           '; '.join(', '.join(f'`{a}={b!r}`' for a, b in o.items()) for o in R._variants.get(k, ()) if o)) for k, v in R.suites().items() if k not in ladders()))]
-    parts.append('## Recipes')
-    for k, r in single.items():
-        said = {o.name: getattr(r, o.name) for o in fields(r) if o.name not in ('name', 'about') and getattr(r, o.name) != o.default}
-        figures = R.published(k)
-        parts += [f'### `{k}` {{#{k} .symbol}}', sentence(r.about), fence(f'fastbench run {k}', 'sh'), f'[`{type(r).__name__}`](#fields-{type(r).__name__}): ' + ', '.join(f'`{a}={brief(b)}`' for a, b in said.items()),
-                  table(['Published on', 'Precision', 'Batch', 'Fit', 'Accuracy'], *((o['machine'], o['precision'], o.get('bs') or '', clock(o['seconds']), f"{o['accuracy']:.2%}" if o.get('accuracy') else '') for o in figures))]
-    parts += ['## Ladders', 'A ladder is a recipe and named changes, each on top of those before. Every rung is trained to the target.']
-    for k, l in ladders().items():
-        some = [bool(o.seconds) for o in l.rungs]
-        rows = [(f'<a id="{k}-{o.name}"></a>{code(o.name)}', o.about[:1].upper() + o.about[1:], ', '.join(f'`{a}={brief(b)}`' for a, b in o.changes.items()),
-                 *((clock(o.seconds) if o.seconds else '', f'{o.accuracy:.2%}' if o.accuracy else '') if any(some) else ())) for o in l.rungs]
-        parts += [f'### `{k}` {{#{k} .symbol}}', sentence(l.about), fence(f'fastbench ladder {k}', 'sh'), table(['Rung', 'What was changed', 'Fields', *(('Published', 'Accuracy') if any(some) else ())], *rows)]
-    parts += ['## Fields', 'Any field of a recipe is changed by `--set FIELD=VALUE`, which may be repeated:', fence('fastbench run digits-xresnet18 --set size=64 --set bs=32', 'sh'),
-              'A recipe has the fields of all trainings and those of its kind.']
-    for cls, fs in own_fields().items():
-        rows = [(code(o.name), code(repr(o.default)) if o.default is not MISSING else '', sentence(o.metadata['about']), o.metadata['rule'][1], code(example(cls, o))) for o in fs]
-        parts += [f'### {"All trainings" if cls is R.Recipe else code(cls.__name__)} {{#fields-{cls.__name__}}}', sentence(inspect.getdoc(cls)), table(['Field', 'Default', 'What', 'May be', 'Example'], *rows)]
-    return '\n\n'.join(filter(None, parts)) + '\n'
+    return page('Recipes, suites and ladders',
+        'What can be run by name, with every setting that is not the default, and the figures that its authors published',
+        'A published figure is of its author\'s machine and software. It is here to be set beside a Run, not to be reached: `fastbench run` prints it '
+        'below what was measured.',
+        '## Suites', 'A suite is a list of recipes. Each is trained in a process of its own, one after another.', fence('fastbench run quick', 'sh'),
+        table(['Suite', 'Recipes', 'Each with'], *(suite_row(k, v, R._variants.get(k, ())) for k, v in R.suites().items() if k not in ladders())),
+        '## Recipes', *(o for k, r in R.recipes().items() if k not in rungs for o in recipe_part(k, r, R.published(k))),
+        '## Ladders', 'A ladder is a recipe and named changes, each on top of those before. Every rung is trained to the target.',
+        *(o for k, l in ladders().items() for o in ladder_part(k, l)),
+        '## Fields', 'Any field of a recipe is changed by `--set FIELD=VALUE`, which may be repeated:',
+        fence('fastbench run digits-xresnet18 --set size=64 --set bs=32', 'sh'), 'A recipe has the fields of all trainings and those of its kind.',
+        *(o for kind, own in own_fields().items() for o in fields_part(kind, own)))
 
 
 # Values for fields that no registered recipe sets, or sets to something long
-SUCH_AS = dict(lr=1e-3, seed=1, workers=4, batches=100, memory='4GB', knots='((0, .2), (.4, 1), (1, 0))', tf32=True, keep_memory=True, onednn=True, valid=.1, text_col='review', label_col='stars', max_tokens=8192, bptt=70,
-               prefetch=4, decoder='pillow', resize=160, encode='png', progressive=.5, pretrained=True, bs=32, epochs=5, opt='muon', schedule='flat', label_smoothing=.1, precision='bf16', channels_last=True, loop='lean', fast_images=True, fast_augment=True)
+SUCH_AS = dict(lr=1e-3, seed=1, workers=4, batches=100, memory='4GB', knots='((0, .2), (.4, 1), (1, 0))', tf32=True, keep_memory=True, onednn=True,
+               valid=.1, text_col='review', label_col='stars', max_tokens=8192, bptt=70, prefetch=4, decoder='pillow', resize=160, encode='png',
+               progressive=.5, pretrained=True, bs=32, epochs=5, opt='muon', schedule='flat', label_smoothing=.1, precision='bf16',
+               channels_last=True, loop='lean', fast_images=True, fast_augment=True)
 
 ELSE = dict(cache='whole')  # where no registered recipe of the kind does
 
-WITH = {'memory': 'bs=largest', 'knots': 'schedule=linear', 'max_tokens': 'loader=budget', 'decoder': 'loader=threads', 'loader=whole': 'cache=array', 'resize': 'cache=array', 'encode': 'cache=array', 'pad': 'augment=batch',
-        'cutout': 'augment=batch'}  # without which they have no effect
+WITH = {'memory': 'bs=largest', 'knots': 'schedule=linear', 'max_tokens': 'loader=budget', 'decoder': 'loader=threads', 'loader=whole': 'cache=array',
+        'resize': 'cache=array', 'encode': 'cache=array', 'pad': 'augment=batch', 'cutout': 'augment=batch'}  # without which they have no effect
 
 
 def own_fields():
@@ -151,18 +189,10 @@ def example(cls, o):
     "A value for a field as one types it: the first that a registered recipe of this kind gives it; '' for what is no setting"
     from fastbench.recipe import recipes
     if o.name in ('name', 'about', 'function'): return ''
-    given = (getattr(r, o.name) for r in recipes().values() if isinstance(r, cls))
-    told = f'{o.name}={SUCH_AS[o.name] if o.name in SUCH_AS else next((v for v in given if v != o.default), ELSE.get(o.name))}'
+    given = (v for r in recipes().values() if isinstance(r, cls) and (v := getattr(r, o.name)) != o.default)
+    told = f'{o.name}={SUCH_AS[o.name] if o.name in SUCH_AS else next(given, ELSE.get(o.name))}'
     ahead = WITH.get(o.name) or WITH.get(told)
     return join([*(['--set', ahead] if ahead else []), '--set', told])
-
-
-def brief(o):
-    text = repr(o)
-    return text if len(text) < 40 else '...'
-
-
-def sentence(text): return text[:1].upper() + text[1:] + ('' if text.endswith(('.', '!')) or not text else '.')
 
 
 # A Run
@@ -170,55 +200,59 @@ def sentence(text): return text[:1].upper() + text[1:] + ('' if text.endswith(('
 def run_page(root):
     "Every field of a Run, with what a kept one holds"
     from fastbench.runs.record import SCHEMA, STATUSES, Run
-    kept = sorted(o for o in (root/'benchmarks'/'results').glob('*.json') if not o.name.startswith('selftest-'))  # of trainings
-    example = json.loads(kept[-1].read_text(encoding='utf-8')) if kept else {}
-    rows = [(code(name), code(kind), what) for name, kind, _, what in ParameterTable(Run).rows]
-    parts = ['# Fields of a Run', f'> What one training leaves: a JSON object, schema {SCHEMA}, one file a Run',
-             'What was not measured is missing, never zero. Raw values of every step are in `profile`; tables and statistics are computed when they are read, by [`Run`](runs.record.md#Run).',
-             table(['Field', 'Type', 'What'], *rows), '## Statuses', table(['`status`', 'Meaning'], *((code(k), v) for k, v in STATUSES.items()))]
-    if example:
-        parts += ['## One of them, field by field', f'From `benchmarks/results/{kept[-1].name}`, as it was kept. Lists are cut, and other Runs may hold more or less: what a machine cannot say is left out.',
-                  table(['Field', 'Value'], *((code(k), code(v)) for k, v in leaves({k: v for k, v in example.items() if k not in ('recipe', 'profile')})))]
-        parts += ['## Its profile', 'Columns of raw values, a number a step; [`from_dict`](measure.phases.md#from_dict) reads it.',
-                  table(['Field', 'Value'], *((code(k), code(v)) for k, v in leaves(example.get('profile') or {})))]
-    return '\n\n'.join(filter(None, parts)) + '\n'
+    kept = max(o for o in (root/'benchmarks'/'results').glob('*.json') if not o.name.startswith('selftest-'))  # of a training
+    example = json.loads(kept.read_text(encoding='utf-8'))
+    profile, _ = example.pop('profile'), example.pop('recipe')
+    def values(o): return table(['Field', 'Value'], *((code(k), code(v)) for k, v in leaves(o)))
+    return page('Fields of a Run', f'What one training leaves: a JSON object, schema {SCHEMA}, one file a Run',
+        'What was not measured is missing, never zero. Raw values of every step are in `profile`; tables and statistics are computed when they are read, '
+        'by [`Run`](runs.record.md#Run).',
+        table(['Field', 'Type', 'What'], *((code(name), code(kind), what) for name, kind, _, what in ParameterTable(Run).rows)),
+        '## Statuses', table(['`status`', 'Meaning'], *((code(k), v) for k, v in STATUSES.items())),
+        '## One of them, field by field', f'From `benchmarks/results/{kept.name}`, as it was kept. Lists are cut, and other Runs may hold more or less: '
+        'what a machine cannot say is left out.', values(example),
+        '## Its profile', 'Columns of raw values, a number a step; [`from_dict`](measure.phases.md#from_dict) reads it.', values(profile))
 
 
 def leaves(o, prefix=''):
     "(path, JSON) of everything in nested dicts, lists cut"
     for k, v in o.items():
+        text = json.dumps(v, ensure_ascii=False)
         if isinstance(v, dict) and v and not prefix.startswith('environment.versions'): yield from leaves(v, f'{prefix}{k}.')
-        else:
-            text = json.dumps(v, ensure_ascii=False)
-            yield prefix + k, text if len(text) <= 90 else text[:86] + ' ...'
+        else: yield prefix + k, text if len(text) <= 90 else text[:86] + ' ...'
 
 
 # Names, source
 
 def start_page(names):
     "The names that a user needs, as the notebook of `fastbench.all` groups them"
-    groups = import_module('fastbench.all')._needed
-    parts = ['# Reference', f'> The {sum(map(len, groups.values()))} names that most notebooks need, and where everything else is', fence('from fastbench.all import *', 'python'), '`learn` is a Learner of fastai, or one that [`learn.bench()`](train.convert.md#Learner.bench) gives.']
-    for title, found in groups.items(): parts += [f'## {title}', table(['Name', 'What'], *((code(o), names.about(*f)) for o in found if (f := names.found(o))))]
-    parts += ['## Everything else', '\n'.join(f'- [{title}]({page}): {what}' for title, page, what in GENERATED)]
-    return '\n\n'.join(parts) + '\n'
+    groups, parts = import_module('fastbench.all')._needed, []
+    for title, needed in groups.items():
+        parts += [f'## {title}', table(['Name', 'What'], *((code(o), names.about(*names.found(o))) for o in needed))]
+    return page('Reference', f'The {sum(map(len, groups.values()))} names that most notebooks need, and where everything else is',
+        fence('from fastbench.all import *', 'python'),
+        '`learn` is a Learner of fastai, or one that [`learn.bench()`](train.convert.md#Learner.bench) gives.', *parts,
+        '## Everything else', '\n'.join(f'- [{title}]({page}): {what}' for title, page, what in GENERATED))
 
 
 def names_page(names):
-    "Every public name, by room"
-    parts = ['---\nsearch:\n  exclude: true\n---\n\n# All names', '> Every public function, class, method and constant, and the page that shows it']
-    for g in GROUPS:
-        parts.append(f'## {g}')
+    "Every public name, by room; left out of the search, which would find each twice"
+    parts = []
+    for group in GROUPS:
+        parts.append(f'## {group}')
         for b in names.books:
-            if not b.module or group_of(b.module) != g: continue
-            rows = [(f'[`{n}`]({b.page.split("/")[-1]}#{n})', names.about(m, n)) for (m, n), book in names.public.items() if book is b]
-            if rows: parts += [f'### [{b.title}]({b.page.split("/")[-1]})', f'`fastbench.{b.module}`', table(['Name', 'What'], *rows)]
-    return '\n\n'.join(parts) + '\n'
+            file = b.page.split('/')[-1]
+            rows = [(f'[`{n}`]({file}#{n})', names.about(m, n)) for (m, n), book in names.public.items() if book is b]
+            if rows and group_of(b.module) == group: parts += [f'### [{b.title}]({file})', f'`fastbench.{b.module}`', table(['Name', 'What'], *rows)]
+    return UNSEARCHED + page('All names', 'Every public function, class, method and constant, and the page that shows it', *parts)
+
+
+UNSEARCHED = '---\nsearch:\n  exclude: true\n---\n\n'
 
 
 def source_page(file, text, back=''):
     "A file of the repository, line by line"
-    return f'---\nsearch:\n  exclude: true\nhide: [navigation, toc]\n---\n\n# {file}{back}\n\n' + fence(text, '{.python linenums="1"}') + '\n'
+    return f'{UNSEARCHED[:-5]}hide: [navigation, toc]\n---\n\n# {file}{back}\n\n' + fence(text, '{.python linenums="1"}') + '\n'
 
 
 def pages(names, root):
