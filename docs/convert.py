@@ -1,7 +1,7 @@
 """A notebook as Markdown: prose, code and the outputs it was saved with; exported cells become the names that they make.
 
-`notebook` returns two texts, what Zensical renders and the page's Markdown twin. Nothing is run. A `Names` (names.py) says what a
-backticked name, a notebook or a file of the repository is on the site, and how a public name is shown.
+`notebook` returns two texts, what Zensical renders and the page's Markdown twin. Nothing is run. A `Names` (names.py) says
+what a backticked name, a notebook or a file of the repository is on the site, and how a public name is shown.
 """
 import base64
 import html
@@ -11,7 +11,7 @@ from textwrap import indent
 
 from fastcore.nbio import read_nb
 
-FENCE = re.compile(r'^( *)(`{3,}|~{3,})')
+FENCED = re.compile(r'(^ *(`{3,}|~{3,}).*?(?:^ *\2[`~]* *$|\Z))', re.M | re.S)
 CODE = re.compile(r'(?<![`\\])(`+)(?!`)(.+?)(?<!`)\1(?!`)')
 ITEM = re.compile(r'^( *)([-*+]|\d+\.) ')
 LINK = re.compile(r'(\]\()([^)\s]+)(\))')
@@ -49,30 +49,24 @@ def table(head, *rows):
 
 # For the site, for readers of Markdown
 
-def prose(text):
-    "Split `text` into (is code, lines): what stands in fences is not to be touched"
-    part, inside = [], None
-    for line in text.split('\n'):
-        m = FENCE.match(line)
-        if inside is None and m:
-            yield False, part
-            part, inside = [line], m[2]
-        else:
-            part.append(line)
-            if inside and m and m[2].startswith(inside) and not line.strip(' `~'):
-                yield True, part
-                part, inside = [], None
-    yield inside is not None, part
+def outside_fences(change, text):
+    "`text` with `change` made to what is not in a fence"
+    parts = FENCED.split(text)
+    parts[::3] = map(change, parts[::3])
+    del parts[2::3]  # the marks
+    return ''.join(parts)
 
 
-def lists(lines):
+def lists(text):
     "An empty line before a list, without which Python-Markdown sees none, and four spaces where two were meant"
-    out = []
-    for line in lines:
-        m = ITEM.match(line)
-        if m and out and out[-1].strip() and not ITEM.match(out[-1]) and not out[-1].startswith(' '): out.append('')
-        out.append('    '*(len(m[1])//2) + line.lstrip() if m and m[1] else line)
-    return out
+    text = re.sub(r'^(?!\s|[-*+] |\d+\. )(.+)\n(?= *(?:[-*+]|\d+\.) )', r'\1\n\n', text, flags=re.M)
+    return re.sub(r'^( +)(?=([-*+]|\d+\.) )', lambda m: '    '*(len(m[1])//2), text, flags=re.M)
+
+
+def for_site(text):
+    "As Python-Markdown wants it, which shows the backslash of a `a\\|b` in a table"
+    def row(m): return re.sub('`[^`]+`', lambda m: m[0].replace('\\|', '|'), m[0])
+    return re.sub(r'^\|.*', row, outside_fences(lists, text), flags=re.M)
 
 
 def plain(text):
@@ -95,7 +89,7 @@ def callouts(text, twin):
 
 # Links, outputs, cells
 
-def linked(text, page, names, skip=None, twin=False):
+def linked(text, page, names, skip=None):
     "`text` with links of notebooks as links of the site, and known names in backticks linked"
     def target(m): return m[1] + (names.place(m[2], page) or m[2]) + m[3]
 
@@ -105,14 +99,12 @@ def linked(text, page, names, skip=None, twin=False):
         to = names.resolve(m[2].replace('\\|', '|').strip(), page, skip)
         return f'[{m[0]}]({to})' if to else m[0]
 
-    def one(line):
-        if line.startswith('    ') and not ITEM.match(line): return line
-        line = LINK.sub(target, line)
-        return line if line.startswith('#') else CODE.sub(named, line)
+    def line(m):
+        if m[0].startswith('    ') and not ITEM.match(m[0]): return m[0]
+        text = LINK.sub(target, m[0])
+        return text if text.startswith('#') else CODE.sub(named, text)
 
-    out = []
-    for is_code, lines in prose(text): out += lines if is_code else map(one, lines if twin else lists(lines))
-    return '\n'.join(out)
+    return outside_fences(lambda o: re.sub('.+', line, o), text)
 
 
 class Pictures(dict):
@@ -132,7 +124,7 @@ def output(out, alt, page, names, pictures, twin):
     data = out.data
     for mime, kind in (('image/png', 'png'), ('image/jpeg', 'jpg')):
         if mime in data: return f'![{alt}]({pictures.add(page, kind, base64.b64decode(data[mime]))})'
-    if 'text/markdown' in data: return linked(data['text/markdown'].strip(), page, names, twin=twin)
+    if 'text/markdown' in data: return linked(data['text/markdown'].strip(), page, names)
     if 'text/html' in data and not twin: return embedded(data['text/html'], alt, page, pictures)
     return block(data.get('text/plain', ''))
 
@@ -142,8 +134,8 @@ def embedded(text, alt, page, pictures):
     frame = re.match(r'\s*<iframe\s[^>]*?srcdoc="([^"]*)"', text)
     if frame:
         path = pictures.add(page, 'html', html.unescape(frame[1]).encode())
-        title = html.escape(alt, quote=True)
-        return f'<iframe class="page" loading="lazy" title="{title}" src="{path}"></iframe>\n\n[Open this page by itself]({path})'
+        page = f'<iframe class="page" loading="lazy" title="{html.escape(alt)}" src="{path}"></iframe>'
+        return f'{page}\n\n[Open this page by itself]({path})'
     text = re.sub(r'<style[^>]*>.*?</style>', '', text, flags=re.S)
     text = text.replace(' style="text-align:left"', ' class="text"')
     text = re.sub(r'\s(?:border="\d+"|style="[^"]*")', '', text)
@@ -175,27 +167,31 @@ def default_exp(nb):
 def notebook(path, page, names, pictures):
     "Texts of the notebook at `path`: for the site, and the twin"
     cells = read_nb(path).cells
-    return written(cells, page, names, pictures[0], False), plain(written(cells, page, names, pictures[1], True))
+    site, twin = (written(cells, page, names, o, twin) for twin, o in enumerate(pictures))
+    return for_site(site), plain(twin)
 
 
 def written(cells, page, names, pictures, twin):
     parts = []
     for cell in cells:
-        if cell.cell_type == 'markdown': parts.append(linked(callouts(cell.source.strip(), twin), page, names, twin=twin))
+        if cell.cell_type == 'markdown': parts.append(linked(callouts(cell.source.strip(), twin), page, names))
         hidden = cell.has_directive('hide') or cell.has_directive('default_exp') or cell.directive('include') == 'false'
         if cell.cell_type != 'code' or hidden: continue
         text, lang = code_cell(cell.source)
         if cell.has_directive('export') or cell.has_directive('exporti'):
             found = names.of_cell(cell, page)
-            parts += [names.shown(o, page, twin) for o in found]
-            if not found and parts and parts[-1].split('\n')[-1].startswith('#'): parts.append(names.source_of(cell, page))  # nothing public under a heading
+            parts += [names.shown(o, page) for o in found]
+            empty = parts and parts[-1].split('\n')[-1].startswith('#')  # a heading over nothing public
+            if empty and not found: parts.append(names.source_of(cell, page))
         elif cell.directive('echo') != 'false' and text: parts.append(fence(text, lang))
         if cell.directive('output') != 'false':
             parts += [output(o, said_of(cell, text), page, names, pictures, twin) for o in cell.outputs]
     return '\n\n'.join(filter(str.strip, parts)) + '\n'
 
 
-def markdown_file(text, page, names, where, twin=False):
+def markdown_file(text, page, names, where):
     "A Markdown file of the repository, its links seen from the site; `where` is the folder it lies in"
-    def from_nbs(m): return m[0] if re.match(r'[a-z]+:|#', m[2]) else m[1] + '../' + normpath(f'{where}/{m[2]}') + m[3]
-    return linked(LINK.sub(from_nbs, text), page, names, twin=twin)
+    def from_nbs(m):
+        far = re.match('[a-z]+:|#', m[2])
+        return m[0] if far else m[1] + '../' + normpath(f'{where}/{m[2]}') + m[3]
+    return linked(LINK.sub(from_nbs, text), page, names)

@@ -1,6 +1,6 @@
-"""The documentation site: `python docs/make.py` writes `site/`, from the notebooks, the modules and the Markdown files of this repository.
+"""The documentation site: `python docs/make.py` writes `site/`, from notebooks, modules and Markdown files of this repository.
 
-Markdown is generated into `build/docs/` and rendered there by Zensical; a build that fails leaves the old `site/` as it was.
+Markdown is generated into `build/docs/` and rendered there by Zensical. A build that fails leaves the old `site/` as it was.
 `python3 bootstrap.py docs` installs what this needs.
 """
 import json
@@ -17,13 +17,14 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:0] = [o for o in (str(HERE), str(ROOT)) if o not in sys.path]
 import reference
-from convert import Pictures, linked, markdown_file, notebook, plain
+from convert import Pictures, for_site, linked, markdown_file, notebook, plain
 from names import GROUPS, Book, Names, group_of
 from search import rank
 
 OLDEST = 3, 11
 SECTIONS = dict(tutorials='Tutorials', explanations='Explanations')
-MORE = {'CHANGELOG.md': 'changelog.md', 'CONTRIBUTING.md': 'reference/contributing.md', 'docs/architecture.md': 'reference/architecture.md'}
+MORE = {'CHANGELOG.md': 'changelog.md', 'CONTRIBUTING.md': 'reference/contributing.md',
+        'docs/architecture.md': 'reference/architecture.md'}
 
 
 class CannotBuild(Exception): "Why there is no site, in one line"
@@ -31,10 +32,8 @@ class CannotBuild(Exception): "Why there is no site, in one line"
 
 def check():
     "Is what the site needs here?"
-    here = sys.version_info[:2]
-    if here < OLDEST: raise CannotBuild('Zensical, which renders the pages, needs Python %d.%d or newer; this is %d.%d' % (*OLDEST, *here))
-    if find_spec('zensical'): return
-    raise CannotBuild("Zensical is not installed: python3 bootstrap.py docs installs it, or the extra does: pip install -e '.[docs]'")
+    if sys.version_info < OLDEST: raise CannotBuild('Zensical, which renders the pages, needs Python %d.%d or newer' % OLDEST)
+    if not find_spec('zensical'): raise CannotBuild('Zensical is not installed: python3 bootstrap.py docs installs it')
 
 
 def books_of(root):
@@ -46,7 +45,8 @@ def books_of(root):
 class Site:
     "Pages as Markdown: `texts` for Zensical, `twins` for readers of Markdown"
     def __init__(self, root=ROOT):
-        self.books, self.pictures, self.texts, self.twins, self.about = books_of(root), (Pictures(), Pictures()), {}, {}, {}
+        self.books, self.pictures = books_of(root), (Pictures(), Pictures())
+        self.texts, self.twins, self.about = {}, {}, {}
         scripts = [o.relative_to(root).with_suffix('').as_posix() for o in sorted((root/'benchmarks').glob('*.py'))]
         codes = {f'{o}.py': f'source/{o}.md' for o in scripts}
         self.names = names = Names(self.books, root, MORE | codes, reference.commands(), reference.recipe_names())
@@ -54,29 +54,28 @@ class Site:
         for b in self.books:
             texts = notebook(b.path, b.page, names, self.pictures)
             if b.module:
-                where = f'`fastbench.{b.module}` · [source]({names.link(b.page, b.source)}) · notebook `{b.file}`\n{{.where}}'
-                texts = (after_title(o, where) for o in texts)
+                source = f'`fastbench.{b.module}` · [source]({names.link(b.page, b.source)}) · notebook `{b.file}`'
+                texts = after_title(texts[0], f'{source}\n{{.where}}'), after_title(texts[1], source)
                 back = f'\n\nShown at work: [{b.title}]({names.link(b.source, b.page)}).'
                 self.add(b.source, reference.source_page(b.code, read(b.code), back))
-            self.add(b.page, *texts, about=b.subtitle)
+            self.texts[b.page], self.twins[b.page] = texts
+            self.about[b.page] = b.subtitle
         for file, page in codes.items(): self.add(page, reference.source_page(file, read(file)))
-        for file, page in MORE.items():
-            texts = (markdown_file(read(file), page, names, dirname(file), o) for o in (False, True))
-            self.add(page, *texts, about=paragraph(read(file)))
-        for page, text in reference.pages(names, root).items(): self.add(page, *(linked(text, page, names, twin=o) for o in (False, True)))
+        for file, page in MORE.items(): self.add(page, markdown_file(read(file), page, names, dirname(file)), paragraph(read(file)))
+        for page, text in reference.pages(names, root).items(): self.add(page, linked(text, page, names))
         for part, title, mine in self.sections:
-            lines = [f'- [{b.title}]({b.page.split("/")[-1]}): {b.subtitle}\n' for b in mine]
-            self.add(f'{part}/index.md', f'# {title}\n\n' + ''.join(lines), about=f'All {part}')
+            lines = (f"- [{b.title}]({b.page.split('/')[-1]}): {b.subtitle}\n" for b in mine)
+            self.add(f'{part}/index.md', f'# {title}\n\n' + ''.join(lines), f'All {part}')
 
-    def add(self, page, text, twin=None, about=''):
-        self.texts[page], self.twins[page] = unescaped(text), plain(twin or text)
-        self.about[page] = one_line(about or next((o[2:] for o in text.splitlines() if o.startswith('> ')), ''))
+    def add(self, page, text, about=''):
+        self.texts[page], self.twins[page] = for_site(text), plain(text)
+        self.about[page] = about or next((o[2:] for o in text.splitlines() if o.startswith('> ')), '')
 
     @property
     def sections(self):
         "(folder, title, notebooks) of those that have a notebook"
-        found = ((part, title, [b for b in self.books if b.page.startswith(f'{part}/')]) for part, title in SECTIONS.items())
-        return [o for o in found if o[2]]
+        mine = {part: [b for b in self.books if b.page.startswith(f'{part}/')] for part in SECTIONS}
+        return [(part, title, mine[part]) for part, title in SECTIONS.items() if mine[part]]
 
     @property
     def nav(self):
@@ -85,8 +84,9 @@ class Site:
         parts = [{title: [f'{part}/index.md', *items(mine)]} for part, title, mine in self.sections]
         groups = [{g: items(b for b in self.books if b.module and group_of(b.module) == g)} for g in GROUPS]
         made = [{'Architecture': 'reference/architecture.md'}, {'Contributing': 'reference/contributing.md'}]
-        second = ['reference/index.md', *({t: f'reference/{p}'} for t, p, _ in reference.GENERATED), *groups, {'How fastbench is made': made}]
-        return [{'Home': 'index.md'}, *parts, {'Reference': second}, {'Changelog': 'changelog.md'}]
+        pages = [{title: f'reference/{page}'} for title, page, _ in reference.GENERATED]
+        pages = ['reference/index.md', *pages, *groups, {'How fastbench is made': made}]
+        return [{'Home': 'index.md'}, *parts, {'Reference': pages}, {'Changelog': 'changelog.md'}]
 
     @property
     def llms(self):
@@ -95,19 +95,19 @@ class Site:
         told = {page for pairs in parts.values() for _, page in pairs}
         parts['Optional'] = [(self.twins[o].splitlines()[0][2:], o) for o in sorted(self.texts) if o not in told]
         head = f'# {home.title}\n\n> {home.subtitle}\n\nEach page is here as Markdown, beside its HTML under the same name.\n'
-        def line(title, page): return f'- [{title}]({page})' + (f': {self.about[page]}' if self.about[page] else '') + '\n'
+        def line(title, page):
+            about = re.sub(r'\[([^\]]+)\]\([^)]+\)', r'\1', ' '.join(self.about[page].split()))
+            return f'- [{title}]({page})' + (f': {about}' if about else '') + '\n'
         return '\n'.join([head, *(f'## {k}\n\n' + ''.join(line(*o) for o in pairs) for k, pairs in parts.items())])
 
 
 def listed(nav):
     "(heading, [(title, page)]) of what a navigation holds"
     for title, inside in (pair for o in nav for pair in o.items()):
-        pairs = [(title, o) if isinstance(o, str) else next(iter(o.items())) for o in ([inside] if isinstance(inside, str) else inside)]
-        yield title, [o for o in pairs if isinstance(o[1], str)]
-        yield from listed({t: o} for t, o in pairs if not isinstance(o, str))
-
-
-def one_line(text): return re.sub(r'\[([^\]]+)\]\([^)]+\)', r'\1', ' '.join(text.split()))
+        found = [{title: o} if isinstance(o, str) else o for o in ([inside] if isinstance(inside, str) else inside)]
+        pages = [o for o in found if isinstance(*o.values(), str)]
+        yield title, [pair for o in pages for pair in o.items()]
+        yield from listed(o for o in found if o not in pages)
 
 
 def paragraph(text):
@@ -118,12 +118,6 @@ def paragraph(text):
 def after_title(text, line):
     "`line` after title and subtitle"
     return re.sub(r'\A(# .*\n*(?:> .*\n)*)\n*', lambda m: f'{m[1].rstrip()}\n\n{line}\n\n', text)
-
-
-def unescaped(text):
-    "Python-Markdown shows the backslash of a `a\\|b` in a table"
-    def row(m): return re.sub('`[^`]+`', lambda m: m[0].replace('\\|', '|'), m[0])
-    return re.sub(r'^\|.*', row, text, flags=re.M)
 
 
 def write(folder, files):
@@ -154,7 +148,8 @@ def make(out=ROOT/'site', work=ROOT/'build'/'docs'):
     from links import dead
     site = Site()
     shutil.rmtree(work, ignore_errors=True)
-    write(work/'pages', site.texts | site.pictures[False] | {f'theme/{o.name}': o.read_bytes() for o in (HERE/'theme').iterdir()})
+    write(work/'pages', site.texts | site.pictures[False])
+    shutil.copytree(HERE/'theme', work/'pages'/'theme')
     write(work, {'zensical.toml': settings(site.nav)})
     render(work)
     rank(work/'site', site.names.users)

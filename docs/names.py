@@ -6,21 +6,21 @@ import inspect
 import re
 from functools import cached_property
 from importlib import import_module
-from pathlib import Path
 from posixpath import dirname, normpath, relpath
 
 from fastcore.nbio import read_nb
 from markdown.extensions.toc import slugify
 
-from convert import cell, default_exp, fence, linked
+from convert import default_exp, fence, linked, table
 from showdoc import PROPERTIES, Documented, lookup, plain_function, public_names, type_name
 
 RUNS, COMMANDS = 'Runs and statistics', 'Command line'
 # Heading of the reference -> wings; what is new stands under runs
-GROUPS = {'Learners': 'train distributed bench own all experiments recipe ladders rules data', 'Measuring': 'measure loops', 'Callbacks': 'callback',
-          'Drawing batches': 'draw', 'Text': 'text', 'Vision': 'vision', RUNS: '', COMMANDS: 'command cli', 'The machine': 'machine selftest'}
+GROUPS = {'Learners': 'train distributed bench own all experiments recipe ladders rules data', 'Measuring': 'measure loops',
+          'Callbacks': 'callback', 'Drawing batches': 'draw', 'Text': 'text', 'Vision': 'vision', RUNS: '',
+          COMMANDS: 'command cli', 'The machine': 'machine selftest'}
 # What a text calls such an object -> whose methods it has
-OWNERS = dict(learn=('Learner', 'BenchLearner', 'Switches', 'FastLoop', 'HFLearner'), learner=('Learner',), run=('Run',))
+OWNERS = dict(learn='Learner BenchLearner Switches FastLoop HFLearner', learner='Learner', run='Run', runs='')
 
 
 def group_of(module): return next((k for k, wings in GROUPS.items() if module.split('.')[0] in wings.split()), RUNS)
@@ -31,9 +31,10 @@ class Book:
     def __init__(self, path, root):
         self.path, self.nb, self.file = path, read_nb(path), path.relative_to(root).as_posix()
         self.module = default_exp(self.nb)
-        if self.module: self.code, self.source = f"fastbench/{self.module.replace('.', '/')}.py", f'source/{self.module}.md'
-        name = self.module or re.sub(r'^\d+[a-z]?_', '', path.stem)
-        self.page = (Path('reference') if self.module else path.parent.relative_to(root/'nbs')).joinpath(f'{name}.md').as_posix()
+        if self.module:
+            self.code, self.source = f"fastbench/{self.module.replace('.', '/')}.py", f'source/{self.module}.md'
+            self.page = f'reference/{self.module}.md'
+        else: self.page = path.relative_to(root/'nbs').with_name(re.sub(r'^\d+_', '', path.stem) + '.md').as_posix()
         title, *more = filter(str.strip, self.nb.cells[0].source.splitlines())
         self.title, self.subtitle = title.removeprefix('# '), ' '.join(o[2:] for o in more if o.startswith('> '))
 
@@ -43,7 +44,7 @@ class Names:
     def __init__(self, books, root, files, commands, recipes):
         self.books, self.commands, self.recipes = books, commands, recipes
         self.pages, self.modules = {b.page: b for b in books}, {b.module: b for b in books if b.module}
-        self.files = {b.file: b.page for b in books} | {b.code: b.source for b in self.modules.values()} | files  # file of the repository -> page
+        self.files = {b.file: b.page for b in books} | {b.code: b.source for b in self.modules.values()} | files  # -> page
         self.public, self.short, self.reexports = {}, {}, []  # (module, name) -> Book; name -> modules
         self.lines, self.cells, self.begin = {}, {}, {}  # module -> name -> line; cell id -> names, first line
         for b in self.modules.values(): self.collect(b, (root/b.code).read_text(encoding='utf-8'))
@@ -73,7 +74,8 @@ class Names:
 
     def of_cell(self, cell, page):
         "(module, name) of what an exported cell makes public"
-        return [('all', None)] if '_all_' in cell.source and self.pages[page].module == 'all' else self.cells.get((page, cell.id), [])
+        if '_all_' in cell.source and self.pages[page].module == 'all': return [('all', None)]
+        return self.cells.get((page, cell.id), [])
 
     def source_of(self, cell, page):
         to = self.code(page, self.pages[page].module, self.begin.get((page, cell.id), 1))
@@ -99,9 +101,9 @@ class Names:
 
     @cached_property
     def users(self):
-        "Name -> where it is shown, of all that `from fastbench.all import *` brings, fastai's Learner with its new methods among them"
-        homes = {o: self.home_of(o) for o in self.reexports}
-        return {o: f"{self.public[h].page.removesuffix('.md')}.html#{o}" for o, h in homes.items() if h} | dict(Learner='')
+        "Name -> where it is shown, of all that `from fastbench.all import *` brings, fastai's Learner among them"
+        homes = ((o, self.home_of(o)) for o in self.reexports)
+        return {o: f"{self.public[h].page.removesuffix('.md')}.html#{o}" for o, h in homes if h} | dict(Learner='')
 
     # Places
 
@@ -135,22 +137,26 @@ class Names:
     def found(self, name, page='', called=True):
         "(module, name) of what a text calls by name, or None"
         first, _, rest = name.partition('.')
-        if rest and first in (*OWNERS, 'runs'): return next(((m, f'{o}.{rest}') for o in OWNERS.get(first, ()) for m in self.short.get(f'{o}.{rest}', ())), None)
+        if rest and first in OWNERS:
+            methods = (f'{o}.{rest}' for o in OWNERS[first].split())
+            return next(((m, o) for o in methods for m in self.short.get(o, ())), None)
         module, _, last = name.rpartition('.')
         if (module, last) in self.public: return module, last
         here = next(((m, name) for m in self.short.get(name, ()) if self.public[m, name].page == page), None)
         if here: return here
         if name in self.reexports: return self.home_of(name)
         homes = [*self.homes(name)]
-        return homes[0] if len(homes) == 1 and (called or not re.fullmatch('[a-z]+', name)) else None  # else it is a word like any other
+        word = not called and re.fullmatch('[a-z]+', name)  # like any other
+        return homes[0] if len(homes) == 1 and not word else None
 
     # Shown
 
-    def shown(self, found, page, twin):
+    def shown(self, found, page):
         "A public name on its page: heading, source, signature, one line, table"
         module, name = found
         if name is None: return self.list(page)
         o = self.obj(module, name)
+        called = getattr(o, '__qualname__', name)
         shared = getattr(o, '__metadata__', None)  # of `Annotated`: an option that several commands share
         constant = shared or not has_docs(o)
         command = name.strip('_').replace('_', '-')
@@ -158,17 +164,17 @@ class Names:
         elif module.startswith('command.') and command in self.commands:
             to = self.link(page, 'reference/commands.md', f'fastbench-{command}')
             body = f'{Documented(o, name).docs}\n\nIts arguments and options: [`fastbench {command}`]({to}).'
-        elif '.' in name and getattr(o, '__qualname__', name) != name and o.__name__ in self.short: body = f'`{o.__name__}` as a method.'
+        elif called != name and called in self.short: body = f'`{called}` as a method.'
         else: body = str(Documented(o, name))
         head = f"{'####' if '.' in name else '###'} `{name}` {{#{name} .symbol{' .constant' if constant else ''}}}"
         source = f'[source]({self.code(page, module, self.lines[module][name])}){{.source}}'
-        return f'{head}\n\n{source}\n\n{linked(body, page, self, skip=found, twin=twin)}'
+        return f'{head}\n\n{source}\n\n{linked(body, page, self, skip=found)}'
 
     def list(self, page):
         "The names of `fastbench.all`"
-        rows = [(self.home_of(o), o) for o in sorted(self.reexports, key=str.lower)]
-        lines = [f'| [`{o}`]({self.link(page, self.public[h].page, o)}) | {cell(linked(self.about(*h), page, self))} |' for h, o in rows if h]
-        return '\n'.join(['| Name | What |', '| --- | --- |', *lines])
+        homes = ((o, self.home_of(o)) for o in sorted(self.reexports, key=str.lower))
+        return table(['Name', 'What'], *((f'[`{o}`]({self.link(page, self.public[h].page, o)})', linked(self.about(*h), page, self))
+                                        for o, h in homes if h))
 
 
 def has_docs(o):
@@ -180,5 +186,5 @@ def value(o):
     "A constant as one would type it; how a long one begins; of an object its type"
     if hasattr(o, '__metadata__'): return f'Annotated[{type_name(o.__origin__)}, {type(o.__metadata__[0]).__name__}]'
     text, kind = repr(o), type(o).__name__
-    if ' at 0x' in text or text[:1] == '<': return f'{kind} of {len(o)}' if isinstance(o, (dict, list, tuple, set)) else f'{kind}(...)'
-    return text if len(text) < 400 else text[:300].rsplit(', ', 1)[0] + ', ...'
+    if ' at 0x' in text or text[:1] == '<': return f'{kind} of {len(o)}' if hasattr(o, '__len__') else f'{kind}(...)'
+    return text if len(text) < 400 else text[:300].rpartition(', ')[0] + ', ...'
