@@ -1,4 +1,6 @@
-"""Gives the tables of a notebook a picture beside their HTML, for places that show no HTML: `python docs/picture.py nbs/index.ipynb`"""
+"""Gives the tables of a notebook a picture beside their HTML: `python docs/picture.py nbs/index.ipynb`
+
+The picture is for places that show no HTML."""
 import base64
 import os
 import sys
@@ -7,7 +9,7 @@ from fastcore.nbio import read_nb, write_nb
 from playwright.sync_api import sync_playwright
 
 BROWSERS = '/usr/bin/chromium', '/usr/bin/chromium-browser', '/usr/bin/google-chrome'
-PAGE = '<div id="o" style="padding:12px;width:max-content;font:13px DejaVu Sans,sans-serif;background:white;color:#222">'
+STYLE = 'padding:12px;width:max-content;font:13px DejaVu Sans,sans-serif;background:white;color:#222'
 
 
 def main(path):
@@ -18,7 +20,7 @@ def main(path):
         browser = p.chromium.launch(executable_path=next(filter(os.path.exists, BROWSERS)), args=['--no-sandbox'])
         page = browser.new_page(device_scale_factor=2)
         for data in tables:
-            page.set_content(PAGE + ''.join(data['text/html']))
+            page.set_content(f'<div id="o" style="{STYLE}">' + data['text/html'])
             data['image/png'] = base64.b64encode(page.locator('#o').screenshot()).decode() + '\n'
         browser.close()
     write_nb(nb, path)

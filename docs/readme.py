@@ -1,15 +1,15 @@
 """Writes README.md from nbs/index.ipynb, its stored outputs included: `python docs/readme.py`.
 
-nbdev's own `nbdev-readme` needs Quarto, which no package registry has. `--check` writes nothing and fails when README.md
-or a picture of docs/images is not what the notebook makes.
+nbdev's own `nbdev-readme` needs Quarto, which no package registry has. `--check` writes nothing and fails when README.md or
+a picture of docs/images is not what the notebook makes.
 """
 import re
 import sys
-from os.path import normpath
 from pathlib import Path
+from posixpath import normpath
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [o for o in [str(ROOT/'docs')] if o not in sys.path]
+sys.path.insert(0, str(ROOT/'docs'))
 from convert import Pictures, notebook
 
 HEAD = '<!-- Written by docs/readme.py from nbs/index.ipynb: edit the notebook. -->\n\n'
@@ -24,7 +24,7 @@ class Images(Pictures):
 
 class Files:
     "In place of the site's names: links of a notebook in nbs/ as they read from the folder above it, and no others"
-    def place(self, target, page): return None if re.match(r'[a-z]+:|#|/', target) else normpath('nbs/' + target).replace('\\', '/')
+    def place(self, target, page): return None if re.match('[a-z]+:|#|/', target) else normpath('nbs/' + target)
     def resolve(self, *args): return None
     def of_cell(self, *args): return []
     def source_of(self, *args): return ''
@@ -35,14 +35,15 @@ def main(check=False, root=ROOT):
     images = Images()
     text = notebook(root/'nbs'/'index.ipynb', '', Files(), (Images(), images))[1]
     want = {'README.md': (HEAD + text).encode(), **images}
-    there = [p.relative_to(root).as_posix() for p in (root/'docs'/'images').glob('index-*.png')]
-    stale = [o for o in want if not (root/o).exists() or (root/o).read_bytes() != want[o]] + [o for o in there if o not in want]
-    if check:
-        if stale: print(f'not what nbs/index.ipynb makes: {", ".join(stale)}. Run: python docs/readme.py', file=sys.stderr)
-        return int(bool(stale))
+    paths = [root/'README.md', *(root/'docs'/'images').glob('index-*.png')]
+    there = {o.relative_to(root).as_posix(): o.read_bytes() for o in paths if o.exists()}
+    stale = [o for o in {**want, **there} if want.get(o) != there.get(o)]
+    if check and stale: print(f"not what nbs/index.ipynb makes: {', '.join(stale)}. Run: python docs/readme.py", file=sys.stderr)
+    if check: return int(bool(stale))
     for o in stale:
         (root/o).parent.mkdir(parents=True, exist_ok=True)
-        (root/o).write_bytes(want[o]) if o in want else (root/o).unlink()
+        if o in want: (root/o).write_bytes(want[o])
+        else: (root/o).unlink()
     return 0
 
 
