@@ -1,5 +1,5 @@
-"""Pages that no notebook holds, each from where its facts live: commands from the typer app, recipes from the registry, a Run's fields
-from its class and a kept Run, names from the modules, and the source itself."""
+"""Pages that no notebook holds, each from where its facts live: commands from the typer app, recipes from the registry, a
+Run's fields from its class and a kept Run, names from the modules, and the source itself."""
 import inspect
 import json
 from dataclasses import MISSING, fields
@@ -18,7 +18,8 @@ from showdoc import ParameterTable, type_name
 GENERATED = [('Commands', 'commands.md', 'each with its options and an example'),
              ('Recipes, suites and ladders', 'recipes.md', 'what can be run by name, and every field'),
              ('Fields of a Run', 'run-fields.md', 'what one training leaves'),
-             ('All names', 'names.md', 'every public function, class and constant, those that only fastbench itself uses among them')]
+             ('All names', 'names.md', 'every public function, class and constant, '
+                                       'those that only fastbench itself uses among them')]
 SAID = dict(int='INTEGER', float='NUMBER', str='TEXT', Path='PATH')
 
 
@@ -31,10 +32,8 @@ def registered():
     "name -> what typer knows of it"
     import fastbench.cli  # noqa: F401, adds the commands
     from fastbench.command.terminal import app
-    def of(app, prefix=''): return {prefix + (o.name or o.callback.__name__.replace('_', '-')): o for o in app.registered_commands}
-    res = of(app)
-    for o in app.registered_groups: res |= of(o.typer_instance, f'{o.name} ')
-    return res
+    groups = [('', app), *((f'{o.name} ', o.typer_instance) for o in app.registered_groups)]
+    return {before + (o.name or o.callback.__name__.replace('_', '-')): o for before, g in groups for o in g.registered_commands}
 
 
 def commands():
@@ -59,39 +58,40 @@ def options(func):
         names = [o for o in (info.default, *(info.param_decls or ())) if isinstance(o, str) and o.startswith('-')]
         default = p.default.value if isinstance(p.default, Enum) else p.default
         if default in (None, empty, False) or info.show_default is False: default = ''
-        value = info.metavar or '|'.join(choices) or SAID.get(type_name(kind), '')
-        if info.min is not None and info.max is None and not info.metavar: value += f' from {info.min}'
+        if isinstance(info.show_default, str): default = info.show_default
+        value = '|'.join(choices) or SAID.get(type_name(kind), '')
+        if info.min is not None and info.max is None: value += f' from {info.min}'
         about = info.help + (f' Environment: `{info.envvar}`.' if info.envvar else '')
-        res.append(dict(names=names or ['--' + k.replace('_', '-')], value=value, about=about, choices=choices,
-                        default=info.show_default if isinstance(info.show_default, str) else default))
-        if type(info).__name__ == 'ArgumentInfo': res[-1] |= dict(argument=info.metavar or k.upper(), required=p.default is empty)
+        made = dict(names=names or ['--' + k.replace('_', '-')], value=info.metavar or value, about=about, default=default)
+        if type(info).__name__ == 'ArgumentInfo':
+            if choices: made['about'] += f" One of {', '.join(map(code, choices))}."
+            if default != '': made['about'] += f' Default: {code(default)}.'
+            made |= dict(argument=info.metavar or k.upper(), required=p.default is empty)
+        res.append(made)
     return res
-
-
-def argument_row(o):
-    about = o['about'] + (f" One of {', '.join(map(code, o['choices']))}." if o['choices'] else '')
-    return code(o['argument']), about + (f" Default: {code(o['default'])}." if o['default'] != '' else '')
 
 
 def commands_page(names):
     "Every command with every option"
     from fastbench.command.terminal import app
     every = registered()
-    parts = [fence('fastbench [--version] [--help] COMMAND [ARGUMENTS] [OPTIONS]', 'sh'),
-             'Exit codes: 0 went well, 1 a gate was not passed (`--fail-above`), 2 a mistake in what was asked, 3 the Runs are not comparable, '
-             '4 what is needed is not there (data, memory, a network) or a training failed, 130 interrupted.',
-             table(['Command', 'What'], *((f'[`fastbench {k}`](#{anchor(k)})', inspect.getdoc(o.callback).split('\n')[0]) for k, o in every.items()))]
+    listed = ((f'[`fastbench {k}`](#{anchor(k)})', inspect.getdoc(o.callback).split('\n')[0]) for k, o in every.items())
+    parts = [fence('fastbench [--version] [--help] COMMAND [ARGUMENTS] [OPTIONS]', 'sh'), EXIT_CODES, table(['Command', 'What'], *listed)]
     for k, o in every.items():
         rows = options(o.callback)
-        args = [o for o in rows if 'argument' in o]
-        said = [o['argument'] if o['required'] else f"[{o['argument']}]" for o in args]
-        parts += [f'## `fastbench {k}` {{#{anchor(k)} .symbol}}', fence(' '.join(['fastbench', k, *said, '[OPTIONS]']), 'sh'),
-                  inspect.getdoc(o.callback), fence(dedent(o.epilog.split(':\n')[1]), 'sh'), table(['Argument', 'What'], *map(argument_row, args)),
-                  table(['Option', 'Value', 'Default', 'What'], *((', '.join(map(code, o['names'])), code(o['value']), code(o['default']), o['about'])
-                                                                 for o in rows if o not in args))]
-        book = next((b for (m, n), b in names.public.items() if m.startswith('command.') and names.obj(m, n) is o.callback), None)
-        if book: parts.append(f'Shown at work: [{book.title}]({book.page.split("/")[-1]}).')
+        args, opts = [o for o in rows if 'argument' in o], [o for o in rows if 'argument' not in o]
+        usage = ' '.join(['fastbench', k, *(o['argument'] if o['required'] else f"[{o['argument']}]" for o in args), '[OPTIONS]'])
+        parts += [f'## `fastbench {k}` {{#{anchor(k)} .symbol}}', fence(usage, 'sh'), inspect.getdoc(o.callback)]
+        parts += [fence(dedent(o.epilog.split(':\n')[1]), 'sh'), table(['Argument', 'What'], *((code(o['argument']), o['about']) for o in args))]
+        cells = ((', '.join(map(code, o['names'])), code(o['value']), code(o['default']), o['about']) for o in opts)
+        parts.append(table(['Option', 'Value', 'Default', 'What'], *cells))
+        for (m, n), b in names.public.items():
+            if m.startswith('command.') and names.obj(m, n) is o.callback: parts.append(f"Shown at work: [{b.title}]({b.page.split('/')[-1]}).")
     return page('Commands', app.info.help, *parts)
+
+
+EXIT_CODES = """Exit codes: 0 went well, 1 a gate was not passed (`--fail-above`), 2 a mistake in what was asked, \
+3 the Runs are not comparable, 4 what is needed is not there (data, memory, a network) or a training failed, 130 interrupted."""
 
 
 # Recipes

@@ -1,17 +1,16 @@
 """How a name is documented: its signature, its docstring and a table of its parameters.
 
-The comments beside parameters (docments) are the documentation of fastbench, and nbdev's own `show_doc` makes no table of them.
-`ShowDocs` shows names in `nbdev-docs` as the site does.
+The comments beside parameters (docments) are the documentation of fastbench, and nbdev's own `show_doc` makes no table of
+them. `ShowDocs` shows names in `nbdev-docs` as the site does.
 """
 import ast
 import inspect
 import re
-import sys
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cached_property
 from importlib import import_module
-from textwrap import fill
+from textwrap import fill, indent
 
 from fastcore.docments import ann_parts, docments, empty
 
@@ -43,7 +42,8 @@ def default_name(value):
 
 def made_anew(kind):
     "Field -> default, of the fields of a dataclass whose default is made anew for each instance"
-    return {o.name: o.default_factory() for o in fields(kind) if o.default_factory is not MISSING} if is_dataclass(kind) else {}
+    own = fields(kind) if is_dataclass(kind) else ()
+    return {o.name: o.default_factory() for o in own if o.default_factory is not MISSING}
 
 
 def plain_function(o):
@@ -80,10 +80,14 @@ def signature(name, obj):
     params = [p.replace(annotation=empty, default=typed(k, p.default)) for k, p in given(sig.parameters)]
     text = str(sig.replace(parameters=params, return_annotation=empty))
     if len(name + text) <= 90: return name + text
-    return f"{name}(\n{fill(text[1:-1], 90, initial_indent=' '*4, subsequent_indent=' '*4, break_long_words=False)})"
+    lines = fill(text[1:-1], 86, break_long_words=False)
+    return f"{name}(\n{indent(lines, ' '*4)})"
 
 
 # Parameters
+
+def one_line(text): return ' '.join((text or '').split())
+
 
 def ending(func):
     "The comment at the end of a signature"
@@ -94,7 +98,7 @@ def ending(func):
 
 
 def parts(text, names):
-    "What the comment at the end of a signature says: name -> what, functions behind `as for`, and the rest, of the result"
+    "What the comment at the end of a signature says: name -> what; functions behind `as for`; the rest, of the result"
     told, likes, rest = {}, [], []
     for o in filter(None, text.split('; ')):
         m, like = re.match(r'(\w+): (.+)', o), re.match(r'[Aa]s for `([\w.]+)`$', o)
@@ -107,35 +111,38 @@ def parts(text, names):
 def overridden(func):
     "The methods that a method takes the place of"
     owner, _, name = getattr(func, '__qualname__', '').rpartition('.')
-    owner = getattr(sys.modules.get(getattr(func, '__module__', '')), owner, None)
-    return [plain_function(vars(o)[name]) for o in owner.__mro__[1:] if name in vars(o)] if inspect.isclass(owner) else []
+    owner = getattr(inspect.getmodule(func), owner, None)
+    return [plain_function(vars(o)[name]) for o in getattr(owner, '__mro__', ())[1:] if name in vars(o)]
 
 
 class ParameterTable:
-    "The parameters of a function or class; what is not said beside one is looked for elsewhere, the nearest place first"
+    "The parameters of a function or class; what is not said beside one is looked for in other places, the nearest first"
     def __init__(self, obj):
         target = documented(obj) if inspect.isclass(obj) else plain_function(obj)
         found = docments(target, full=True, args_kwargs=True)
         result, text = found.pop('return', None), ending(target)
         told, likes, rest = parts(text, found)
+        split = told or likes
         about = {o.name: o.metadata.get('about') for o in fields(obj)} if is_dataclass(obj) else {}
-        helped = {k: next(filter(None, (getattr(o, 'help', None) for o in ann_parts(v.anno)[1])), None) for k, v in found.items()}
-        beside = {k: v.docment for k, v in found.items() if not (told or likes) or v.docment != text}  # it is taken for that of the last one
-        like = [docments(getattr(target, '__globals__', {}).get(o)) for o in likes]
-        said = {}
-        for source in (beside, about, helped, told, *like, *map(docments, overridden(target))):
-            said |= {k: ' '.join(v.split()) for k, v in source.items() if v and not said.get(k)}
+        for k, v in found.items():
+            if split and v.docment == text: v.docment = None  # it is taken for that of the last parameter
+            for o in ann_parts(v.anno)[1]: about[k] = about.get(k) or getattr(o, 'help', None)
+        said = {k: v.docment for k, v in found.items()}
+        like = [docments(target.__globals__.get(o)) for o in likes]
+        for source in (about, told, *like, *map(docments, overridden(target))):
+            for k, v in source.items(): said[k] = said.get(k) or v
         anew = made_anew(obj)
-        self.rows = [(STARS.get(v.kind, '') + k, type_name(v.anno), default_name(anew.get(k, v.default)), said.get(k, ''))
-                     for k, v in given(found)]
-        self.missing = [name for name, *_, what in self.rows if not what and name[0] != '*']  # what is handed on may stay without a word
+        def row(k, v): return STARS.get(v.kind, '') + k, type_name(v.anno), default_name(anew.get(k, v.default)), one_line(said[k])
+        self.rows = [row(*o) for o in given(found)]
+        self.missing = [o[0] for o in self.rows if not o[3] and o[0][0] != '*']  # what is handed on may stay without a word
         if result and not inspect.isclass(obj):
-            row = '', type_name(result.anno), '', rest if told or likes else result.docment or rest
+            row = '', type_name(result.anno), '', one_line(rest if split else result.docment or rest)
             if any(row): self.rows.append(row)
 
     def __str__(self):
-        if not any(kind or what for _, kind, _, what in self.rows): return ''
-        return table(['Name', 'Type', 'Default', 'What'], *((code(name) or '*returns*', code(kind), code(value), what) for name, kind, value, what in self.rows))
+        if not any(o[1] or o[3] for o in self.rows): return ''
+        cells = ((code(o[0]) or '*returns*', code(o[1]), code(o[2]), o[3]) for o in self.rows)
+        return table(['Name', 'Type', 'Default', 'What'], *cells)
 
 
 # One name
@@ -163,7 +170,8 @@ def patched(f):
     "The class that a function is made a method of by `@patch` or `@patch_to`"
     for d in f.decorator_list:
         kind = getattr(getattr(d, 'func', d), 'id', '')
-        if kind in ('patch', 'patch_to'): return getattr(d.args[0] if kind == 'patch_to' else f.args.args[0].annotation, 'id', None)
+        if kind == 'patch_to': return d.args[0].id
+        if kind == 'patch': return f.args.args[0].annotation.id
 
 
 def targets(o):
@@ -176,7 +184,7 @@ def public_names(source, known):
     for o in ast.parse(source).body:
         made, owner = {}, None
         if isinstance(o, ast.ClassDef):
-            methods = (m for m in o.body if isinstance(m, (ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(m))
+            methods = (m for m in o.body if isinstance(m, ast.FunctionDef) and ast.get_docstring(m))
             made = {o.name: o} | {f'{o.name}.{m.name}': m for m in methods}
         elif isinstance(o, ast.FunctionDef):
             owner = patched(o)
@@ -196,11 +204,12 @@ def lookup(module, name):
 
 
 class ShowDocs:
-    "nbdev processor: `show_doc(name)` becomes Markdown. nbdev's own runs cells out of order, which breaks a lesson with state"
+    "nbdev processor: `show_doc(name)` becomes Markdown. nbdev's own runs cells, which breaks a lesson with state"
     def __init__(self, nb): self.module = default_exp(nb)
 
     def __call__(self, cell):
         m = re.search(r'^show_doc\(([\w.]+)\)', cell.source, re.M)
         if not m or cell.cell_type != 'code': return
-        cell.cell_type, cell.source = 'markdown', f"### {m[1]}\n\n{Documented(lookup(f'fastbench.{self.module}', m[1]), m[1])}"
+        shown = Documented(lookup(f'fastbench.{self.module}', m[1]), m[1])
+        cell.cell_type, cell.source = 'markdown', f'### {m[1]}\n\n{shown}'
         for k in ('outputs', 'execution_count', 'has_sd'): cell.pop(k, None)
