@@ -1,7 +1,7 @@
-"""A notebook as Markdown: prose, code and the outputs it was saved with; exported cells become the names that they make.
+"""A notebook as Markdown: prose, code and the outputs it was saved with; exported cells become the names they make.
 
-`notebook` returns two texts, what Zensical renders and the page's Markdown twin. Nothing is run. A `Names` (names.py) says
-what a backticked name, a notebook or a file of the repository is on the site, and how a public name is shown.
+`notebook` returns two texts, what Zensical renders and the page's Markdown twin. Nothing is run. A `Names` (names.py)
+says what a backticked name, a notebook or a file of the repository is on the site, and how a public name is shown.
 """
 import base64
 import html
@@ -94,13 +94,12 @@ def linked(text, page, names, skip=None):
     def target(m): return m[1] + (names.place(m[2], page) or m[2]) + m[3]
 
     def named(m):
-        before, after = m.string[:m.start()], m.string[m.end():m.end()+2]
-        if before.count('[') > before.count(']') or after == '](': return m[0]
+        before = m.string[:m.start()]
+        if before.count('[') > before.count(']'): return m[0]  # in a link
         to = names.resolve(m[2].replace('\\|', '|').strip(), page, skip)
         return f'[{m[0]}]({to})' if to else m[0]
 
     def line(m):
-        if m[0].startswith('    ') and not ITEM.match(m[0]): return m[0]
         text = LINK.sub(target, m[0])
         return text if text.startswith('#') else CODE.sub(named, text)
 

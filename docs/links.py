@@ -18,7 +18,9 @@ class Read:
         self.images = [(o.get('src'), o.get('alt')) for o in tree.iter('img')]
 
 
-def texts(site, pattern): return {o.relative_to(site).as_posix(): o.read_text(encoding='utf-8') for o in sorted(site.rglob(pattern))}
+def texts(site, pattern):
+    "Page -> what is in its file"
+    return {o.relative_to(site).as_posix(): o.read_text(encoding='utf-8') for o in sorted(site.rglob(pattern))}
 
 
 def read(site): return {page: Read(text) for page, text in texts(Path(site), '*.html').items()}
@@ -33,7 +35,7 @@ def written(text):
 def dead(site, pages=None):
     "'page: link' of every reference within `site` that leads nowhere; `pages` is what `read` gave, if it was read"
     site, pages = Path(site), pages or read(site)
-    refs = {page: o.refs for page, o in pages.items() if page != '404.html'}  # its links are seen from the root of a host
+    refs = {page: o.refs for page, o in pages.items() if page != '404.html'}  # a host shows it under any address
     refs |= {page: written(text) for page, text in (texts(site, '*.md') | texts(site, 'llms.txt')).items()}
 
     def leads(url, page):

@@ -1,7 +1,7 @@
-"""The documentation site: `python docs/make.py` writes `site/`, from notebooks, modules and Markdown files of this repository.
+"""The documentation site: `python docs/make.py` writes `site/`, from the repository's notebooks, modules and Markdown.
 
-Markdown is generated into `build/docs/` and rendered there by Zensical. A build that fails leaves the old `site/` as it was.
-`python3 bootstrap.py docs` installs what this needs.
+Markdown is generated into `build/docs/` and rendered there by Zensical. A build that fails leaves the old `site/` as it
+was. `python3 bootstrap.py docs` installs what this needs.
 """
 import json
 import os
@@ -32,7 +32,7 @@ class CannotBuild(Exception): "Why there is no site, in one line"
 
 def check():
     "Is what the site needs here?"
-    if sys.version_info < OLDEST: raise CannotBuild('Zensical, which renders the pages, needs Python %d.%d or newer' % OLDEST)
+    if sys.version_info < OLDEST: raise CannotBuild('Zensical, which renders pages, needs Python %d.%d or newer' % OLDEST)
     if not find_spec('zensical'): raise CannotBuild('Zensical is not installed: python3 bootstrap.py docs installs it')
 
 
@@ -61,7 +61,9 @@ class Site:
             self.texts[b.page], self.twins[b.page] = texts
             self.about[b.page] = b.subtitle
         for file, page in codes.items(): self.add(page, reference.source_page(file, read(file)))
-        for file, page in MORE.items(): self.add(page, markdown_file(read(file), page, names, dirname(file)), paragraph(read(file)))
+        for file, page in MORE.items():
+            text = read(file)
+            self.add(page, markdown_file(text, page, names, dirname(file)), paragraph(text))
         for page, text in reference.pages(names, root).items(): self.add(page, linked(text, page, names))
         for part, title, mine in self.sections:
             lines = (f"- [{b.title}]({b.page.split('/')[-1]}): {b.subtitle}\n" for b in mine)
@@ -94,7 +96,8 @@ class Site:
         home, parts = next(b for b in self.books if b.page == 'index.md'), dict(listed(self.nav))
         told = {page for pairs in parts.values() for _, page in pairs}
         parts['Optional'] = [(self.twins[o].splitlines()[0][2:], o) for o in sorted(self.texts) if o not in told]
-        head = f'# {home.title}\n\n> {home.subtitle}\n\nEach page is here as Markdown, beside its HTML under the same name.\n'
+        said = 'Each page is here as Markdown, beside its HTML under the same name.'
+        head = f'# {home.title}\n\n> {home.subtitle}\n\n{said}\n'
         def line(title, page):
             about = re.sub(r'\[([^\]]+)\]\([^)]+\)', r'\1', ' '.join(self.about[page].split()))
             return f'- [{title}]({page})' + (f': {about}' if about else '') + '\n'

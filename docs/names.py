@@ -16,11 +16,11 @@ from showdoc import PROPERTIES, Documented, lookup, plain_function, public_names
 
 RUNS, COMMANDS = 'Runs and statistics', 'Command line'
 # Heading of the reference -> wings; what is new stands under runs
-GROUPS = {'Learners': 'train distributed bench own all experiments recipe ladders rules data', 'Measuring': 'measure loops',
-          'Callbacks': 'callback', 'Drawing batches': 'draw', 'Text': 'text', 'Vision': 'vision', RUNS: '',
+GROUPS = {'Learners': 'train distributed bench own all experiments recipe ladders rules data',
+          'Measuring': 'measure loops', 'Callbacks': 'callback', 'Drawing batches': 'draw', 'Text': 'text', 'Vision': 'vision', RUNS: '',
           COMMANDS: 'command cli', 'The machine': 'machine selftest'}
 # What a text calls such an object -> whose methods it has
-OWNERS = dict(learn='Learner BenchLearner Switches FastLoop HFLearner', learner='Learner', run='Run', runs='')
+OWNERS = dict(learn='Learner BenchLearner Switches FastLoop HFLearner', run='Run')
 
 
 def group_of(module): return next((k for k, wings in GROUPS.items() if module.split('.')[0] in wings.split()), RUNS)
@@ -44,7 +44,8 @@ class Names:
     def __init__(self, books, root, files, commands, recipes):
         self.books, self.commands, self.recipes = books, commands, recipes
         self.pages, self.modules = {b.page: b for b in books}, {b.module: b for b in books if b.module}
-        self.files = {b.file: b.page for b in books} | {b.code: b.source for b in self.modules.values()} | files  # -> page
+        sources = {b.code: b.source for b in self.modules.values()}
+        self.files = {b.file: b.page for b in books} | sources | files  # file of the repository -> page
         self.public, self.short, self.reexports = {}, {}, []  # (module, name) -> Book; name -> modules
         self.lines, self.cells, self.begin = {}, {}, {}  # module -> name -> line; cell id -> names, first line
         for b in self.modules.values(): self.collect(b, (root/b.code).read_text(encoding='utf-8'))
@@ -122,7 +123,7 @@ class Names:
 
     def resolve(self, code, page, skip=None):
         "Where the name in backticks leads, or None"
-        if code in self.files: return self.link(page, self.files[code]) if self.files[code] != page else None
+        if code in self.files: return self.link(page, self.files[code])
         m = re.match(r'fastbench ([a-z-]+)\b', code)
         if m and m[1] in self.commands: return self.link(page, 'reference/commands.md', f'fastbench-{m[1]}')
         if '-' in code and code in self.recipes: return self.link(page, 'reference/recipes.md', code)
@@ -173,8 +174,8 @@ class Names:
     def list(self, page):
         "The names of `fastbench.all`"
         homes = ((o, self.home_of(o)) for o in sorted(self.reexports, key=str.lower))
-        return table(['Name', 'What'], *((f'[`{o}`]({self.link(page, self.public[h].page, o)})', linked(self.about(*h), page, self))
-                                        for o, h in homes if h))
+        def row(o, h): return f'[`{o}`]({self.link(page, self.public[h].page, o)})', linked(self.about(*h), page, self)
+        return table(['Name', 'What'], *(row(o, h) for o, h in homes if h))
 
 
 def has_docs(o):
@@ -186,5 +187,5 @@ def value(o):
     "A constant as one would type it; how a long one begins; of an object its type"
     if hasattr(o, '__metadata__'): return f'Annotated[{type_name(o.__origin__)}, {type(o.__metadata__[0]).__name__}]'
     text, kind = repr(o), type(o).__name__
-    if ' at 0x' in text or text[:1] == '<': return f'{kind} of {len(o)}' if hasattr(o, '__len__') else f'{kind}(...)'
+    if ' at 0x' in text: return f'{kind} of {len(o)}' if hasattr(o, '__len__') else f'{kind}(...)'
     return text if len(text) < 400 else text[:300].rpartition(', ')[0] + ', ...'

@@ -1,7 +1,7 @@
 """Writes README.md from nbs/index.ipynb, its stored outputs included: `python docs/readme.py`.
 
-nbdev's own `nbdev-readme` needs Quarto, which no package registry has. `--check` writes nothing and fails when README.md or
-a picture of docs/images is not what the notebook makes.
+nbdev's own `nbdev-readme` needs Quarto, which no package registry has. `--check` writes nothing and fails when
+README.md or a picture of docs/images is not what the notebook makes.
 """
 import re
 import sys
@@ -38,8 +38,9 @@ def main(check=False, root=ROOT):
     paths = [root/'README.md', *(root/'docs'/'images').glob('index-*.png')]
     there = {o.relative_to(root).as_posix(): o.read_bytes() for o in paths if o.exists()}
     stale = [o for o in {**want, **there} if want.get(o) != there.get(o)]
-    if check and stale: print(f"not what nbs/index.ipynb makes: {', '.join(stale)}. Run: python docs/readme.py", file=sys.stderr)
-    if check: return int(bool(stale))
+    if check:
+        if stale: print(f"not what nbs/index.ipynb makes: {', '.join(stale)}. Run: python docs/readme.py", file=sys.stderr)
+        return int(bool(stale))
     for o in stale:
         (root/o).parent.mkdir(parents=True, exist_ok=True)
         if o in want: (root/o).write_bytes(want[o])

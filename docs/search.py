@@ -1,7 +1,7 @@
 """What the site's search finds first, and that it finds it in pages opened as files.
 
-Zensical sorts by field (title before text), by the place of the word in it, and then as the entries come. So what users need
-stands alone in its title, and what is only for readers of the code comes with its module or page in front.
+Zensical sorts by field (title before text), by the place of the word in it, and then as the entries come. So what users
+need stands alone in its title, and what is only for readers of the code comes with its module or page in front.
 """
 import json
 import re
@@ -10,7 +10,9 @@ NAME = re.compile(r'reference/([\w.-]+)\.html#[\w.]+')
 AHEAD = re.compile(r'^<p>source</p> |(?<=<code>)class ')  # what stands before the name in each entry of one
 PARTS = 'index', 'tutorials/', 'explanations/', 'reference/', ''
 # A browser starts no Worker from a file, but one from the text of it
-WORKER = 'var __index={};\nWorker=class extends Worker{{constructor(){{super(URL.createObjectURL(new Blob([{}])))}}}};\n'
+WORKER = """var __index={};
+Worker=class extends Worker{{constructor(){{super(URL.createObjectURL(new Blob([{}])))}}}};
+"""
 
 
 def is_name(o): return o['title'].startswith('<code>') and NAME.fullmatch(o['location'])

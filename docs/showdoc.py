@@ -1,7 +1,7 @@
 """How a name is documented: its signature, its docstring and a table of its parameters.
 
-The comments beside parameters (docments) are the documentation of fastbench, and nbdev's own `show_doc` makes no table of
-them. `ShowDocs` shows names in `nbdev-docs` as the site does.
+The comments beside parameters (docments) are the documentation of fastbench, and nbdev's own `show_doc` makes no table
+of them. `ShowDocs` shows names in `nbdev-docs` as the site does.
 """
 import ast
 import inspect
@@ -71,7 +71,7 @@ def signature(name, obj):
     "How `name` is called, in lines of up to 90 letters; types are in the table"
     if isinstance(obj, PROPERTIES): return name
     try: sig = inspect.signature(plain_function(obj))
-    except (TypeError, ValueError): return name
+    except ValueError: return name  # written in C
     if inspect.isclass(obj):
         name = f'class {name}'
         if documented(obj) is None: return name
@@ -116,7 +116,7 @@ def overridden(func):
 
 
 class ParameterTable:
-    "The parameters of a function or class; what is not said beside one is looked for in other places, the nearest first"
+    "The parameters of a function or class. What no comment beside one says is looked for elsewhere"
     def __init__(self, obj):
         target = documented(obj) if inspect.isclass(obj) else plain_function(obj)
         found = docments(target, full=True, args_kwargs=True)
@@ -132,9 +132,9 @@ class ParameterTable:
         for source in (about, told, *like, *map(docments, overridden(target))):
             for k, v in source.items(): said[k] = said.get(k) or v
         anew = made_anew(obj)
-        def row(k, v): return STARS.get(v.kind, '') + k, type_name(v.anno), default_name(anew.get(k, v.default)), one_line(said[k])
-        self.rows = [row(*o) for o in given(found)]
-        self.missing = [o[0] for o in self.rows if not o[3] and o[0][0] != '*']  # what is handed on may stay without a word
+        def default(k, v): return default_name(anew.get(k, v.default))
+        self.rows = [(STARS.get(v.kind, '') + k, type_name(v.anno), default(k, v), one_line(said[k])) for k, v in given(found)]
+        self.missing = [o[0] for o in self.rows if not o[3] and o[0][0] != '*']  # `**options` may stay without a word
         if result and not inspect.isclass(obj):
             row = '', type_name(result.anno), '', one_line(rest if split else result.docment or rest)
             if any(row): self.rows.append(row)
