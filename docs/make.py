@@ -32,7 +32,7 @@ class CannotBuild(Exception): "Why there is no site, in one line"
 
 def check():
     "Is what the site needs here?"
-    if sys.version_info < OLDEST: raise CannotBuild('Zensical, which renders pages, needs Python %d.%d or newer' % OLDEST)
+    if sys.version_info < OLDEST: raise CannotBuild('Zensical, which renders it, needs Python %d.%d or newer' % OLDEST)
     if not find_spec('zensical'): raise CannotBuild('Zensical is not installed: python3 bootstrap.py docs installs it')
 
 

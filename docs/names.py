@@ -17,8 +17,8 @@ from showdoc import PROPERTIES, Documented, lookup, plain_function, public_names
 RUNS, COMMANDS = 'Runs and statistics', 'Command line'
 # Heading of the reference -> wings; what is new stands under runs
 GROUPS = {'Learners': 'train distributed bench own all experiments recipe ladders rules data',
-          'Measuring': 'measure loops', 'Callbacks': 'callback', 'Drawing batches': 'draw', 'Text': 'text', 'Vision': 'vision', RUNS: '',
-          COMMANDS: 'command cli', 'The machine': 'machine selftest'}
+          'Measuring': 'measure loops', 'Callbacks': 'callback', 'Drawing batches': 'draw', 'Text': 'text',
+          'Vision': 'vision', RUNS: '', COMMANDS: 'command cli', 'The machine': 'machine selftest'}
 # What a text calls such an object -> whose methods it has
 OWNERS = dict(learn='Learner BenchLearner Switches FastLoop HFLearner', run='Run')
 

@@ -39,7 +39,8 @@ def main(check=False, root=ROOT):
     there = {o.relative_to(root).as_posix(): o.read_bytes() for o in paths if o.exists()}
     stale = [o for o in {**want, **there} if want.get(o) != there.get(o)]
     if check:
-        if stale: print(f"not what nbs/index.ipynb makes: {', '.join(stale)}. Run: python docs/readme.py", file=sys.stderr)
+        found = ', '.join(stale)
+        if stale: print(f'not what nbs/index.ipynb makes: {found}. Run: python docs/readme.py', file=sys.stderr)
         return int(bool(stale))
     for o in stale:
         (root/o).parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Pages that no notebook holds, each from where its facts live.
 
-Commands come from the typer app, recipes from the registry, a Run's fields from its class and a kept Run, names from the
-modules, and the source is the files themselves.
+Commands come from the typer app, recipes from the registry, a Run's fields from its class and a kept Run, names from
+the modules, and the source is the files themselves.
 """
 import inspect
 import json
@@ -66,7 +66,8 @@ def options(func):
         value = '|'.join(choices) or SAID.get(type_name(kind), '')
         if info.min is not None and info.max is None: value += f' from {info.min}'
         about = info.help + (f' Environment: `{info.envvar}`.' if info.envvar else '')
-        made = dict(names=names or ['--' + k.replace('_', '-')], value=info.metavar or value, default=default, about=about)
+        names = names or ['--' + k.replace('_', '-')]
+        made = dict(names=names, value=info.metavar or value, default=default, about=about)
         if type(info).__name__ == 'ArgumentInfo':
             if choices: made['about'] += f" One of {', '.join(map(code, choices))}."
             if default != '': made['about'] += f' Default: {code(default)}.'
@@ -154,8 +155,8 @@ def ladder_part(name, ladder):
 
 def fields_part(kind, own):
     def default(o): return code(repr(o.default)) if o.default is not MISSING else ''
-    rows = ((code(o.name), default(o), sentence(o.metadata['about']), o.metadata['rule'][1], code(example(kind, o))) for o in own)
-    name = kind.__name__
+    def row(o, about, rule): return code(o.name), default(o), sentence(about), rule[1], code(example(kind, o))
+    rows, name = (row(o, **o.metadata) for o in own), kind.__name__
     head = 'All trainings' if name == 'Recipe' else code(name)
     return [f'### {head} {{#fields-{name}}}', sentence(inspect.getdoc(kind)),
             table(['Field', 'Default', 'What', 'May be', 'Example'], *rows)]
@@ -169,8 +170,8 @@ def recipes_page():
     suites = (suite_row(k, v, R._variants.get(k, ())) for k, v in R.suites().items() if k not in ladders())
     return page('Recipes, suites and ladders', 'What can be run by name, with every setting that is not the default, '
         'and the figures that its authors published',
-        "A published figure is of its author's machine and software. It is here to be set beside a Run, not to be reached: "
-        '`fastbench run` prints it below what was measured.',
+        "A published figure is of its author's machine and software. It is here to be set beside a Run, not to be "
+        'reached: `fastbench run` prints it below what was measured.',
         '## Suites', 'A suite is a list of recipes. Each is trained in a process of its own, one after another.',
         fence('fastbench run quick', 'sh'), table(['Suite', 'Recipes', 'Each with'], *suites),
         '## Recipes', *(o for k, r in R.recipes().items() if k not in rungs for o in recipe_part(k, r, R.published(k))),
@@ -183,14 +184,12 @@ def recipes_page():
         *(o for kind, own in own_fields().items() for o in fields_part(kind, own)))
 
 
-def typed(text): return dict(o.split('=', 1) for o in split(text))
-
-
 # Values for fields that no registered recipe sets, or sets to something long
-SUCH_AS = typed("""lr=0.001 seed=1 workers=4 batches=100 memory=4GB 'knots=((0, .2), (.4, 1), (1, 0))' tf32=True keep_memory=True
-    onednn=True valid=0.1 text_col=review label_col=stars max_tokens=8192 bptt=70 prefetch=4 decoder=pillow resize=160
-    encode=png progressive=0.5 pretrained=True bs=32 epochs=5 opt=muon schedule=flat label_smoothing=0.1 precision=bf16
-    channels_last=True loop=lean fast_images=True fast_augment=True""")
+SUCH_AS = """lr=0.001 seed=1 workers=4 batches=100 memory=4GB 'knots=((0, .2), (.4, 1), (1, 0))' tf32=True
+    keep_memory=True onednn=True valid=0.1 text_col=review label_col=stars max_tokens=8192 bptt=70 prefetch=4 decoder=pillow
+    resize=160 encode=png progressive=0.5 pretrained=True bs=32 epochs=5 opt=muon schedule=flat label_smoothing=0.1 precision=bf16
+    channels_last=True loop=lean fast_images=True fast_augment=True"""
+SUCH_AS = dict(o.split('=', 1) for o in split(SUCH_AS))
 ELSE = dict(cache='whole')  # where no registered recipe of the kind does
 # Without which they have no effect
 WITH = dict(memory='bs=largest', knots='schedule=linear', max_tokens='loader=budget', decoder='loader=threads',
@@ -226,13 +225,13 @@ def run_page(root):
     def values(o): return table(['Field', 'Value'], *((code(k), code(v)) for k, v in leaves(o)))
     about = ((code(name), code(kind), what) for name, kind, _, what in ParameterTable(Run).rows)
     return page('Fields of a Run', f'What one training leaves: a JSON object, schema {SCHEMA}, one file a Run',
-        'What was not measured is missing, never zero. Raw values of every step are in `profile`; tables and statistics are '
-        'computed when they are read, by [`Run`](runs.record.md#Run).', table(['Field', 'Type', 'What'], *about),
+        'What was not measured is missing, never zero. Raw values of every step are in `profile`; tables and '
+        'statistics are computed when they are read, by [`Run`](runs.record.md#Run).', table(['Field', 'Type', 'What'], *about),
         '## Statuses', table(['`status`', 'Meaning'], *((code(k), v) for k, v in STATUSES.items())),
         '## One of them, field by field', f'From `benchmarks/results/{kept.name}`, as it was kept. Lists are cut, '
         'and other Runs may hold more or less: what a machine cannot say is left out.', values(example),
-        '## Its profile', 'Columns of raw values, a number a step; [`from_dict`](measure.phases.md#from_dict) reads it.',
-        values(profile))
+        '## Its profile',
+        'Columns of raw values, a number a step; [`from_dict`](measure.phases.md#from_dict) reads it.', values(profile))
 
 
 def leaves(o, prefix=''):

@@ -132,12 +132,13 @@ class ParameterTable:
         for source in (about, told, *like, *map(docments, overridden(target))):
             for k, v in source.items(): said[k] = said.get(k) or v
         anew = made_anew(obj)
-        def default(k, v): return default_name(anew.get(k, v.default))
-        self.rows = [(STARS.get(v.kind, '') + k, type_name(v.anno), default(k, v), one_line(said[k])) for k, v in given(found)]
+        def row(k, v):
+            return STARS.get(v.kind, '') + k, type_name(v.anno), default_name(anew.get(k, v.default)), one_line(said[k])
+        self.rows = [row(*o) for o in given(found)]
         self.missing = [o[0] for o in self.rows if not o[3] and o[0][0] != '*']  # `**options` may stay without a word
         if result and not inspect.isclass(obj):
-            row = '', type_name(result.anno), '', one_line(rest if split else result.docment or rest)
-            if any(row): self.rows.append(row)
+            end = '', type_name(result.anno), '', one_line(rest if split else result.docment or rest)
+            if any(end): self.rows.append(end)
 
     def __str__(self):
         if not any(o[1] or o[3] for o in self.rows): return ''
