@@ -186,9 +186,9 @@ def recipes_page():
 
 # Values for fields that no registered recipe sets, or sets to something long
 SUCH_AS = """lr=0.001 seed=1 workers=4 batches=100 memory=4GB 'knots=((0, .2), (.4, 1), (1, 0))' tf32=True
-    keep_memory=True onednn=True valid=0.1 text_col=review label_col=stars max_tokens=8192 bptt=70 prefetch=4 decoder=pillow
-    resize=160 encode=png progressive=0.5 pretrained=True bs=32 epochs=5 opt=muon schedule=flat label_smoothing=0.1 precision=bf16
-    channels_last=True loop=lean fast_images=True fast_augment=True"""
+    keep_memory=True onednn=True valid=0.1 text_col=review label_col=stars max_tokens=8192 bptt=70 prefetch=4
+    decoder=pillow resize=160 encode=png progressive=0.5 pretrained=True bs=32 epochs=5 opt=muon schedule=flat
+    label_smoothing=0.1 precision=bf16 channels_last=True loop=lean fast_images=True fast_augment=True"""
 SUCH_AS = dict(o.split('=', 1) for o in split(SUCH_AS))
 ELSE = dict(cache='whole')  # where no registered recipe of the kind does
 # Without which they have no effect
@@ -226,7 +226,8 @@ def run_page(root):
     about = ((code(name), code(kind), what) for name, kind, _, what in ParameterTable(Run).rows)
     return page('Fields of a Run', f'What one training leaves: a JSON object, schema {SCHEMA}, one file a Run',
         'What was not measured is missing, never zero. Raw values of every step are in `profile`; tables and '
-        'statistics are computed when they are read, by [`Run`](runs.record.md#Run).', table(['Field', 'Type', 'What'], *about),
+        'statistics are computed when they are read, by [`Run`](runs.record.md#Run).',
+        table(['Field', 'Type', 'What'], *about),
         '## Statuses', table(['`status`', 'Meaning'], *((code(k), v) for k, v in STATUSES.items())),
         '## One of them, field by field', f'From `benchmarks/results/{kept.name}`, as it was kept. Lists are cut, '
         'and other Runs may hold more or less: what a machine cannot say is left out.', values(example),

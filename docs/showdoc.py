@@ -192,8 +192,8 @@ def public_names(source, known):
             made = {f'{owner}.{o.name}' if owner else o.name: o}
         elif isinstance(o, (ast.Assign, ast.AnnAssign)): made = dict.fromkeys(targets(o), o)
         for name, at in made.items():
-            root, *_, last = name.split('.')*2
-            if (owner or root in known) and last[0] != '_': res.setdefault(name, first_line(at))
+            words = name.split('.')
+            if (owner or words[0] in known) and words[-1][0] != '_': res.setdefault(name, first_line(at))
     return res
 
 

@@ -473,8 +473,13 @@ def begun(n, # How many
           unit='s', **options): pass
 
 
-def named(n): # Seconds: of the fit
-    pass
+def handed(**options # For its class
+    )->int: pass
+
+
+class kept:
+    def __init__(self, cls): # cls: A class
+        pass
 
 
 def cut(text, *, at=80): pass
@@ -487,9 +492,11 @@ def test_types_and_defaults_are_shown_as_one_types_them(docs):
     from fastbench.recipe import Recipe
     from fastbench.runs.record import Run
     S = docs('showdoc')
-    assert [S.type_name(o) for o in (Optional[Recipe], int|str, inspect.Parameter.empty, type(None))] == ['Recipe|None', 'int|str', '', '']
+    kinds = Optional[Recipe], int|str, inspect.Parameter.empty, type(None)
+    assert [S.type_name(o) for o in kinds] == ['Recipe|None', 'int|str', '', '']
     assert S.made_anew(Run)['data'] == {} and S.made_anew(Run)['epochs'] == [] and S.made_anew(int) == {}
-    assert S.default_name(print) == 'print' and S.default_name('fp32') == "'fp32'" and S.default_name(inspect.Parameter.empty) == ''
+    assert S.default_name(print) == 'print' and S.default_name('fp32') == "'fp32'"
+    assert S.default_name(inspect.Parameter.empty) == ''
     assert S.default_name(list(range(100))) == '...' and S.default_name((0, 1)) == '(0, 1)'
     assert [S.default_name(o) for o in (Precision.half_bf16, 4, None, Run)] == ["'half-bf16'", '4', 'None', 'Run']
 
@@ -504,12 +511,16 @@ def test_where_parameters_are_described(docs):
     assert S.overridden(S.plain_function(Compared)) == [] and S.overridden(len) == []
     assert [o.__qualname__ for o in S.overridden(Compared.shown)] == ['Table.shown']
     assert S.parts('Seconds: of the fit', ['n']) == ({}, [], 'Seconds: of the fit')
-    assert S.parts('n: how many; as for `scaled`; seconds, as a list', ['n', 'text']) == ({'n': 'how many'}, ['scaled'], 'seconds, as a list')
+    got = S.parts('n: how many; as for `scaled`; seconds, as a list', ['n', 'text'])
+    assert got == ({'n': 'how many'}, ['scaled'], 'seconds, as a list')
 
 
 def test_tables_of_parameters(docs):
     T = docs('showdoc').ParameterTable
-    assert [(o[0], o[3]) for o in T(tally).rows[:2]] == [('*items', 'What to count'), ('**names', 'Name -> what it counts')]
+    def what(f): return [(o[0], o[3]) for o in T(f).rows]
+    assert what(tally) == [('*items', 'What to count'), ('**names', 'Name -> what it counts'), ('', 'How many in all')]
+    assert what(handed) == [('**options', 'For its class'), ('', '')], 'the comment above is not of the result'
+    assert T(kept).rows == [('cls', '', '', 'A class')]
     assert T(begun).missing == ['unit'], '**options may be handed on without a word'
     assert T(begun).rows == [('n', '', '', 'How many'), ('unit', 'str', "'s'", ''), ('**options', '', '', '')]
     assert [o[3] for o in T(both).rows] == ['Seconds', 'Times', 'how often', 'seconds, as a list']
@@ -528,22 +539,27 @@ def test_tables_of_parameters(docs):
 def test_signatures(docs):
     from fastbench.recipe import Recipe
     signature = docs('showdoc').signature
-    assert signature('scaled', scaled) == 'scaled(x, by=2, **options)' and signature('cut', cut) == 'cut(text, *, at=80)'
-    assert signature('Square.area', Square.area) == 'Square.area' and signature('Square.unit', vars(Square)['unit']) == 'Square.unit()'
+    assert signature('scaled', scaled) == 'scaled(x, by=2, **options)'
+    assert signature('cut', cut) == 'cut(text, *, at=80)'
+    assert signature('Square.area', Square.area) == 'Square.area'
+    assert signature('Square.unit', Square.unit) == signature('Square.unit', vars(Square)['unit']) == 'Square.unit()'
     assert signature('Square', Square) == 'class Square(side)' and signature('Tile', Tile) == 'class Tile'
     lines = signature('Recipe', Recipe).splitlines()
-    assert lines[:2] == ['class Recipe(', "    name, about='', data='own', sample=1.0, workers=None, batches=None, bs=64,"] and max(map(len, lines)) <= 91
+    assert lines[0] == 'class Recipe(' and max(map(len, lines)) <= 91
+    assert lines[1] == "    name, about='', data='own', sample=1.0, workers=None, batches=None, bs=64,"
 
 
 def test_a_name_with_docstring_and_table(docs):
     D = docs('showdoc').Documented
-    assert str(D(scaled, 'scaled')).startswith('```python\nscaled(x, by=2, **options)\n```\n\n`x`, scaled\n\n| Name | Type |')
-    assert str(D(Square.area, 'Square.area')) == '```python\nSquare.area\n```\n\nHow much it covers\n\n*Property:* Square metres'
+    code = '```python\n{}\n```\n\n'
+    begin = code.format('scaled(x, by=2, **options)') + '`x`, scaled\n\n| Name | Type |'
+    assert str(D(scaled, 'scaled')).startswith(begin)
+    shown = code.format('Square.area') + 'How much it covers\n\n*Property:* Square metres'
+    assert str(D(Square.area, 'Square.area')) == shown
     assert D(Tile, 'Tile').docs.startswith('It does') and D(type('Plain', (Square,), {}), 'Plain').docs == ''
 
 
 def test_names_that_a_source_makes_public(docs):
-    from fastbench.runs.record import Run
     def made(source, *known): return list(docs('showdoc').public_names(source, known))
     assert made('a,b = 1,2\nTable.wide = True\nc:int = 3', 'a', 'b', 'c', 'Table') == ['a', 'b', 'Table.wide', 'c']
     assert made('@patch_to(Wall, as_prop=True)\ndef f(self): pass') == ['Wall.f']
@@ -559,7 +575,7 @@ KEY,_key = 1,2
 '''
     assert made(source, 'Door', 'KEY') == ['Wall.paint', 'Door', 'Door.open', 'KEY']
     lookup = docs('showdoc').lookup
-    assert lookup('fastbench.runs.record', 'Run.headline') is vars(Run)['headline'] and isinstance(vars(Run)['headline'], property)
+    assert isinstance(lookup('fastbench.runs.record', 'Run.headline'), property)
     assert lookup('fastbench.recipe', 'but').__name__ == 'but'
     assert lookup('fastbench.ladders', 'Ladder.recipes').__doc__.startswith('The recipes')
 
@@ -569,7 +585,8 @@ def test_nbdev_shows_a_name_without_running_a_cell(docs):
     nb = new_nb([mk_cell('#| default_exp recipe'), mk_cell('show_doc(but)')])
     show = docs('showdoc').ShowDocs(nb)
     for c in nb.cells: show(c)
-    assert nb.cells[1].cell_type == 'markdown' and nb.cells[1].source.startswith('### but') and 'outputs' not in nb.cells[1]
+    shown = nb.cells[1]
+    assert shown.cell_type == 'markdown' and shown.source.startswith('### but') and 'outputs' not in shown
 
 
 # The converter, on notebooks made for it
