@@ -249,7 +249,8 @@ def start_page(names):
     "The names that a user needs, as the notebook of `fastbench.all` groups them"
     groups, parts = import_module('fastbench.all')._needed, []
     for title, needed in groups.items():
-        parts += [f'## {title}', table(['Name', 'What'], *((code(o), names.about(*names.found(o))) for o in needed))]
+        rows = ((code(o), names.about(*found)) for o in needed if (found := names.found(o)))
+        parts += [f'## {title}', table(['Name', 'What'], *rows)]
     n = sum(map(len, groups.values()))
     return page('Reference', f'The {n} names that most notebooks need, and where everything else is',
         fence('from fastbench.all import *', 'python'),

@@ -71,7 +71,7 @@ def signature(name, obj):
     "How `name` is called, in lines of up to 90 letters; types are in the table"
     if isinstance(obj, PROPERTIES): return name
     try: sig = inspect.signature(plain_function(obj))
-    except ValueError: return name  # written in C
+    except (TypeError, ValueError): return name  # written in C, or a class method of `@patch`
     if inspect.isclass(obj):
         name = f'class {name}'
         if documented(obj) is None: return name
