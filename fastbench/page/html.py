@@ -43,12 +43,15 @@ def file_name(o, # Any text
     return re.sub(r'[^A-Za-z0-9._-]+', '_', str(o)).strip('._-')[:n].strip('._-') or 'report'
 
 # %% ../../nbs/page/01_html.ipynb #8b7d76f2
+def _fit(o):
+    "Elements as they are, lists of them as tuples, nothing for None and False, anything else as a clean text"
+    if o is None or o is False: return None
+    if isinstance(o, (list, tuple)): return tuple(map(_fit, o))
+    return o if o is True or isinstance(o, (FT, Safe)) else clean(o)
+
 def tag(name, /, *children, **attrs): # name: of the element
     "Make an element; children and attributes are escaped"
-    def fit(o): return o if o is None or isinstance(o, (bool, FT, Safe)) else clean(o)
-    return ft(name, *map(fit, _flat(children)), **{k: fit(v) for k,v in attrs.items()})
-
-def _flat(o): return [x for c in o for x in (_flat(c) if isinstance(c, (list, tuple)) else () if c is None else (c,))]
+    return ft(name, *_fit(children), **{k: _fit(v) for k,v in attrs.items()})
 
 class _Elements:
     "`h.p('text', cls='note')` is `tag('p', 'text', cls='note')`"
@@ -60,11 +63,9 @@ h = _Elements()
 
 # %% ../../nbs/page/01_html.ipynb #ef47347e
 def _cell(v):
-    if v is None: return ''
-    if isinstance(v, (int, float)): return v
-    text = clean(v)
-    if re.fullmatch(r'[-+]?\d+(\.\d+)?(e[-+]?\d+)?', text, re.I): return text
-    return harmless(text)
+    if v is None or isinstance(v, (int, float)): return v
+    number = re.fullmatch(r'[-+]?\d+(\.\d+)?(e[-+]?\d+)?', text := clean(v), re.I)
+    return text if number else harmless(text)
 
 # %% ../../nbs/page/01_html.ipynb #9aae9061
 def csv_text(head, # Names of the columns
@@ -72,19 +73,16 @@ def csv_text(head, # Names of the columns
     )->str: # A line a row; empty where there is no value
     "Make CSV that no spreadsheet runs as formulas"
     f = io.StringIO()
-    w = csv.writer(f, lineterminator='\n')
-    w.writerow([_cell(o) for o in head])
-    w.writerows([_cell(o) for o in r] for r in rows)
+    csv.writer(f, lineterminator='\n').writerows(map(_cell, o) for o in (head, *rows))
     return f.getvalue()
 
 # %% ../../nbs/page/01_html.ipynb #b07ee30f
 def download(text, # What the file holds
              name, # The file
-             kind='text/csv', # Its media type
     ):
-    "Make a link that saves `text`, which the page itself contains"
+    "Make a link that saves CSV, which the page itself contains"
     name,data = file_name(name),quote(text, safe='/,:;=+@()*.!~-_')
-    return h.a(name, download=name, href=f'data:{kind};charset=utf-8,{data}')
+    return h.a(name, download=name, href=f'data:text/csv;charset=utf-8,{data}')
 
 # %% ../../nbs/page/01_html.ipynb #18ed3588
 def table(head, # Headings
@@ -119,22 +117,25 @@ _attrs = set('''d x y width height transform id href clip-path viewBox fill fill
     font-size font-weight text-anchor'''.split())
 
 # %% ../../nbs/page/01_html.ipynb #2d146cd0
-def _colour(v): return f'var(--{_names[v.lower()]})' if v.lower() in _names else v
+def _name(qualified): return qualified.rpartition('}')[2]
 
-def _taken_over(el, prefix):
-    name = el.tag.rpartition('}')[2] if isinstance(el.tag, str) else ''
-    if name not in _known: return None
-    attrs = {k.rpartition('}')[2]: v for k,v in el.attrib.items()}
-    attrs |= dict([x.strip() for x in o.split(':', 1)] for o in attrs.pop('style', '').split(';') if ':' in o)
-    attrs = {k: _colour(v) for k,v in attrs.items() if k in _attrs}
-    if 'd' in attrs: attrs['d'] = ' '.join(re.sub(r'(\.\d\d)\d+', r'\1', attrs['d']).split())
-    if 'id' in attrs: attrs['id'] = prefix + attrs['id']
-    if 'href' in attrs: attrs['href'] = f"#{prefix}{attrs['href'].lstrip('#')}"
-    if 'clip-path' in attrs: attrs['clip-path'] = attrs['clip-path'].replace('url(#', f'url(#{prefix}')
-    if attrs.get('transform', '').startswith('rotate(-0 '): del attrs['transform']
-    if name == 'text': attrs.setdefault('fill', 'var(--ink)')
-    kids = [o for o in (_taken_over(c, prefix) for c in el) if o is not None]
-    return tag(name, *([el.text] if name in ('text', 'tspan') and el.text else []), *kids, **attrs)
+def _value(k, v, prefix):
+    "What the page writes for the attribute `k` of matplotlib"
+    if k == 'd': return ' '.join(re.sub(r'(\.\d\d)\d+', r'\1', v).split())
+    if k == 'id': return prefix + v
+    if k in ('href', 'clip-path'): return v.replace('#', f'#{prefix}')
+    return f'var(--{_names[v.lower()]})' if v.lower() in _names else v
+
+def _adopt(el, prefix, used): # used: names that something refers to
+    "Leave of an element what a page may hold"
+    style = re.findall('([a-z-]+): *([^;]+)', el.attrib.pop('style', ''))
+    attrs = {_name(k): v for k,v in (el.attrib | dict(style)).items()}
+    el.tag,el.tail,el[:] = _name(el.tag).lower(),None,[o for o in el if _name(o.tag) in _known]
+    is_text = el.tag in ('text', 'tspan')
+    el.text = clean(el.text) if is_text and el.text else None
+    el.attrib = {k.lower(): _value(k, v, prefix) for k,v in attrs.items() if k in _attrs
+                 and (k != 'id' or v in used) and not v.startswith('rotate(-0 ')}
+    if el.tag == 'text': el.attrib.setdefault('fill', 'var(--ink)')
 
 # %% ../../nbs/page/01_html.ipynb #c50c20f3
 def inline_svg(text:str, # What matplotlib wrote
@@ -142,13 +143,11 @@ def inline_svg(text:str, # What matplotlib wrote
                alt:str, # What it shows, in words
     ):
     "Turn a picture into a part of a page"
-    res = _taken_over(ElementTree.fromstring(text), prefix)
-    used = set(re.findall(r'href=.#([^"\']+)|url\(#([^)]+)\)', s := to_xml(res, indent=False)))
-    used = {a or b for a,b in used}
-    s = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else '', s)
-    box = ElementTree.fromstring(text).get('viewBox')
-    inner = s[s.index('>')+1:s.rindex('</svg>')]
-    return h.svg(h.title(alt, id=f'{prefix}t'), Safe(inner), viewBox=box, role='img', aria_labelledby=f'{prefix}t')
+    svg,used = ElementTree.fromstring(text),re.findall(r'(?:href="|url\()#([^")]+)', text)
+    for el in svg.iter(): _adopt(el, prefix, used)
+    inner = ''.join(ElementTree.tostring(o, 'unicode', short_empty_elements=False) for o in svg)
+    title = h.title(alt, id=f'{prefix}t')
+    return h.svg(title, Safe(inner), viewBox=svg.get('viewbox'), role='img', aria_labelledby=f'{prefix}t')
 
 # %% ../../nbs/page/01_html.ipynb #b7877f6b
 _ink,_muted = THEME['ink'][0],THEME['muted'][0]
@@ -159,11 +158,10 @@ _style = {'svg.fonttype': 'none', 'svg.hashsalt': 'fastbench', 'text.parse_math'
           **dict.fromkeys(('axes.labelsize', 'xtick.labelsize', 'ytick.labelsize'), 9)}
 
 # %% ../../nbs/page/01_html.ipynb #83bf3cdd
-def drawn(draw, # Called with matplotlib axes
+def drawn(draw, # Called with matplotlib axes, as `ax`
           height:float, # Inches
           prefix:str, # Of names in the picture
           alt:str, # What it shows, in words
-          width:float=4.8, # Inches
     ):
     "Run `draw` and return the picture as a part of a page"
     import warnings
@@ -171,8 +169,8 @@ def drawn(draw, # Called with matplotlib axes
     from matplotlib.figure import Figure
     with matplotlib.style.context(['default', _style]), warnings.catch_warnings():
         warnings.filterwarnings('ignore', 'Glyph .* missing')  # the reader's browser has its own fonts
-        fig,out = Figure(figsize=(width, height), layout='constrained'),io.StringIO()
-        draw(fig.subplots())
+        fig,out = Figure(figsize=(4.8, height), layout='constrained'),io.StringIO()
+        draw(ax=fig.subplots())
         fig.savefig(out, format='svg', transparent=True, metadata=dict(Date=None))
     return inline_svg(out.getvalue(), prefix, alt)
 
