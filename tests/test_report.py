@@ -490,7 +490,7 @@ def test_wide_signs_are_formulas_too(): assert csv_text(['＝a'], [['＋1', '－
 def test_the_median_of_two_lies_between_them():
     run = made(n=2, warm=0)
     got = details._told(seen(run), 'train')
-    a, b = steps_of(seen(run).profile, 'train')['seconds']
+    a, b = steps_of(seen(run).phases, 'train')['seconds']
     assert f'median {seconds((a + b)/2)}' in got, got
 
 

@@ -7,6 +7,7 @@ __all__ = ['Report', 'report']
 
 # %% ../../nbs/page/05_report.ipynb #91515dcd
 import json
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -14,11 +15,11 @@ from fastcore.basics import patch
 
 from .. import __version__
 from . import details  # adds its sections to the list
-from .charts import metric_of
 from .html import h, page, shortened
 from .raw import seen
-from ..errors import UserError, plural
-from .sections import SECTIONS, Shown, Side
+from ..errors import UserError, listed, plural
+from .sections import SECTIONS, Shown, Side, _bdi
+from ..compare.runs import _check_sides
 from ..compare.sides import differences, load_side, work
 from ..runs.store import FOLDER, write_whole
 
@@ -27,10 +28,10 @@ def _letter(i): return (_letter(i//26-1) if i >= 26 else '') + chr(65 + i % 26)
 
 def _groups(runs):
     res = {}
+    def asked(o): return o.recipe.get('name'),o.precision.get('asked')
     for r in runs:
         key = json.dumps([r.recipe.get('name'), r.device.get('name'), work(r)[0]], sort_keys=True, default=str)
         if r.status != 'ok' and not r.data and not r.weights:
-            def asked(o): return o.recipe.get('name'), o.precision.get('asked')
             key = next((k for k,os in res.items() if asked(os[0]) == asked(r)), key)
         res.setdefault(key, []).append(r)
     return list(res.values())
@@ -38,44 +39,29 @@ def _groups(runs):
 def _sides(groups): return [Side(_letter(i), [seen(r) for r in g]) for i,g in enumerate(groups)]
 
 # %% ../../nbs/page/05_report.ipynb #9476f2bb
-class Report:
+@dataclass
+class Report(Shown):
     "A page about Runs: `html`, `save`, and itself in a notebook"
-    def __init__(self, sides, # `Side`s
-                 title=None, # Of the page
-                 notes=(), # Lines below it
-                 options=None, # Of the comparison
-                 raw=20_000, # Steps at most that a page holds of a Run
-        ):
-        self.sides,self.runs = sides,[r for side in sides for r in side.runs]
-        self.title = title or self._names()
-        shown = Shown(sides, metric_of(self.runs), self.title, notes, options or {}, raw)
-        parts = [(f.__name__, f.title, f(shown)) for f in SECTIONS]
-        self.compared,self.html = shown.compared,self._page([o for o in parts if o[2]])
+    def __post_init__(self):
+        names = list(dict.fromkeys(o for side in self.sides for o in side.about('recipe', 'name')))
+        self.title = self.title or listed([shortened(o, 60) for o in names], 3) or 'A report'
+        parts = [(f.__name__, f.title, f(self)) for f in SECTIONS]
+        self.html = self._page([o for o in parts if o[2]])
 
 # %% ../../nbs/page/05_report.ipynb #726368a4
 @patch
-def _names(self:Report):
-    "Return the default title of the page"
-    names = list(dict.fromkeys(o for side in self.sides for o in side.about('recipe', 'name')))
-    more = f' and {len(names)-3} more' if len(names) > 3 else ''
-    return ', '.join(shortened(o, 60) for o in names[:3]) + more or 'A report'
-
-@patch
-def _header(self:Report, parts):
-    "Title, what it is about, and links to its parts"
-    began = sorted(r.started[:10] for r in self.runs)
-    days = f'{began[0]}' + (f' to {began[-1]}' if began[-1] != began[0] else '')
-    nav = h.nav([h.a(name, href=f'#{key}') for key,name,_ in parts], aria_label='Parts of this page')
-    told = plural(len(self.runs), 'Run'),f", {plural(len(self.sides), 'side')} · ",h.bdi(shortened(days, 40))
-    return h.header(h.h1(h.bdi(shortened(self.title, 200))), h.p(*told, cls='sub'), nav)
+def _told(self:Report): return f"{plural(len(self.runs), 'Run')}, {plural(len(self.sides), 'side')}"
 
 @patch
 def _page(self:Report, parts):
-    "The document"
-    body = [h.section(h.h2(name), o, id=key) for key,name,o in parts]
+    "Title, what the page is about, links to its parts, and these"
+    days = sorted({r.started[:10] for r in self.runs})
+    nav = h.nav([h.a(name, href=f'#{key}') for key,name,_ in parts], aria_label='Parts of this page')
+    told = h.p(self._told(), ' · ', _bdi(' to '.join(days[:1] + days[1:][-1:]), 40), cls='sub')
     foot = (f'Written by fastbench {__version__}. This page holds all that it shows; '
             'it has no scripts and asks no other host.')
-    return page(f'{self.title} · fastbench', self._header(parts), h.main(body), h.footer(h.p(foot)))
+    return page(f'{self.title} · fastbench', h.header(h.h1(_bdi(self.title, 200)), told, nav),
+                h.main([h.section(h.h2(name), o, id=key) for key,name,o in parts]), h.footer(h.p(foot)))
 
 # %% ../../nbs/page/05_report.ipynb #bbef6473
 @patch
@@ -84,9 +70,7 @@ def save(self:Report, path # A file; an older report is replaced, anything else 
     "Write the page"
     path = _free(path)
     try: write_whole(path, self.html)
-    except OSError as e:
-        raise UserError(f'no report at {path}: {e.strerror}. '
-                        'Name another file, or see to permissions and space') from None
+    except OSError as e: _refuse(path, e)
     return path
 
 @patch
@@ -98,10 +82,12 @@ def _repr_html_(self:Report):
 @patch
 def __repr__(self:Report):
     "Summarize the report in one line"
-    size = f'{len(self.html)/2**10:,.0f} KiB'
-    return f"Report of {plural(len(self.runs), 'Run')}, {plural(len(self.sides), 'side')}, {size}"
+    return f'Report of {self._told()}, {len(self.html)/2**10:,.0f} KiB'
 
 # %% ../../nbs/page/05_report.ipynb #9476f2bc
+def _refuse(path, e):
+    raise UserError(f'no report at {path}: {e.strerror}. Name another file, or see to permissions and space') from None
+
 def _free(path):
     "Return `path` if a page may be written there"
     path = Path(path)
@@ -109,13 +95,17 @@ def _free(path):
         if path.is_dir(): raise UserError(f'{path} is a folder: name a file in it')
         if not path.exists(): return path
         with open(path, encoding='utf-8', errors='replace') as f: start = f.read(2000)
-    except OSError as e:
-        raise UserError(f'no report at {path}: {e.strerror}. Name another file, or see to permissions') from None
+    except OSError as e: _refuse(path, e)
     if start and 'name="generator" content="fastbench' not in start:
         raise UserError(f'{path} is there and is no report of fastbench: name another file, or remove it')
     return path
 
 # %% ../../nbs/page/05_report.ipynb #09ff7a15
+def _once(what, folder):
+    "The Runs of one side, each once; lines on files that were passed over"
+    runs,notes = load_side(what, folder) if what is not None else ([], [])
+    return list({r.id: r for r in runs}.values()),notes
+
 def report(*runs, # `Run`s, folders, files, ids, beginnings of ids; or lists of these
            out=None, # A file to write the page to
            against=None, # The same, of what `runs` are judged by, as side A; None: a side is what did the same work
@@ -129,16 +119,12 @@ def report(*runs, # `Run`s, folders, files, ids, beginnings of ids; or lists of 
     "Make one page about Runs"
     if not runs: raise UserError('there is nothing to report: give Runs, a folder, a file or an id')
     if out is not None: _free(out)  # before the work, not after it
-    given,notes = load_side(list(runs), folder)
-    base,more = load_side(against, folder) if against is not None else ([], [])
-    def once(rs): return list({r.id: r for r in rs}.values())
-    given,base = once(given),once(base)
+    (given,notes),(base,more) = _once(list(runs), folder),_once(against, folder)
     if not given: raise UserError('there is nothing to report: the list of Runs is empty')
-    if both := {r.id for r in given} & {r.id for r in base}:
-        raise UserError(f'the Run {sorted(both)[0]} stands on both sides: a Run is not compared with itself')
+    if against is not None: _check_sides(base, given)
     on = [on] if isinstance(on, str) else list(on)
     differences(given, given+base, on)  # an unknown field is a mistake to be told at once
     sides = _sides(_groups(given) if against is None else [base, given])
-    res = Report(sides, title, [*notes, *more], dict(on=on, anyway=anyway, threshold=threshold), raw)
+    res = Report(sides, title, notes+more, dict(on=on, anyway=anyway, threshold=threshold), raw)
     if out is not None: res.save(out)
     return res

@@ -6,28 +6,28 @@
 __all__ = ['SECTIONS', 'Side', 'Shown', 'section', 'format_metric', 'card', 'glance', 'warnings', 'comparison']
 
 # %% ../../nbs/page/03_sections.ipynb #65bc135d
-import json
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import mean
 
 from ..compare.runs import Compared
-from .html import drawn, fold, h, shortened, table
-from ..errors import UserError, plural
+from .charts import metric_of
+from .html import drawn, h, shortened, table
+from .raw import as_text
+from ..errors import UserError, listed, plural
 from ..runs.record import STATUSES
-from ..compare.sides import NotComparable, work
+from ..compare.sides import NotComparable, _differ, work
 from ..measure.table import rate, seconds
 
 # %% ../../nbs/page/03_sections.ipynb #144cb77c
+@dataclass
 class Side:
     "Runs that did the same"
-    def __init__(self,
-        letter:str, # What to call it
-        all_:list, # `Seen` Runs; each gets its label
-    ):
-        self.letter,self.all = letter,all_
-        for i,s in enumerate(all_): s.label,s.side = f'{letter}{i+1}',letter
+    letter: str  # what to call it
+    all: list  # `Seen` Runs; each gets its label
 
+    def __post_init__(self):
+        for i,s in enumerate(self.all, 1): s.label,s.side = f'{self.letter}{i}',self.letter
     @property
     def runs(self): return [s.run for s in self.all]
     @property
@@ -36,20 +36,19 @@ class Side:
     def timed(self): return [s for s in self.all if s.timed]
     def about(self, *keys):
         "The values of a field, in all Runs of the side, as texts"
-        return list(dict.fromkeys(t for t in (_at(r, keys) for r in self.runs) if t))
+        return list(dict.fromkeys(t for r in self.runs if (t := _at(r, keys))))
 
 # %% ../../nbs/page/03_sections.ipynb #00a7440e
 def _at(run, keys):
-    v = getattr(run, keys[0])
-    for k in keys[1:]: v = v.get(k) if isinstance(v, dict) else None
-    return '' if v is None or v == '' or v == {} else v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)
+    v = vars(run)
+    for k in keys: v = v.get(k) if isinstance(v, dict) else None
+    return '' if v in (None, {}) else as_text(v)
 
 # %% ../../nbs/page/03_sections.ipynb #7f0247d6
 @dataclass
 class Shown:
     "The content of a page"
     sides: list  # `Side`s
-    metric: str|None = None  # what to draw against time
     title: str = 'report'  # of the page
     notes: tuple = ()  # lines about what was left out
     options: dict = field(default_factory=dict)  # of `Compared`
@@ -58,6 +57,11 @@ class Shown:
 
     @property
     def all(self): return [s for side in self.sides for s in side.all]
+    @property
+    def runs(self): return [s.run for s in self.all]
+    @property
+    def metric(self): # what to draw against time
+        return metric_of(self.runs)
 
 # %% ../../nbs/page/03_sections.ipynb #5e059667
 SECTIONS = []  # in the order of the page
@@ -85,12 +89,16 @@ def _mib(b): return f'{b/2**20:,.0f} MiB'
 def _spread(xs, form):
     "Format the mean and the range"
     if not xs: return None
-    text,low,high = form(mean(xs)),form(min(xs)),form(max(xs))
+    text,low,high = (form(f(xs)) for f in (mean, min, max))
     return text if low == high else f'{text} ({low} to {high})'
 
-def _joined(xs, by): return [x for i,o in enumerate(xs) for x in ([by]*bool(i) + [o])]
+def _bdi(o, n=48): return h.bdi(shortened(o, n))
+
+def _dotted(texts): return [x for o in texts for x in (' · ', _bdi(o))][1:]
 
 def _first_of(have, most): return f' The first {most} of {len(have)} Runs.' if len(have) > most else ''
+
+_note = partial(h.p, cls='note')
 
 # %% ../../nbs/page/03_sections.ipynb #5a2bd425
 _warm = dict(fallback='fallback data', synthetic='synthetic data', fallback_weights='fallback weights')
@@ -104,23 +112,23 @@ def _tags(side):
     warm = [text for k,text in _warm.items() if any(r.data.get(k) for r in side.runs)]
     if any(_not_as_asked(r.precision) for r in side.runs): warm.append('not the precision asked for')
     bad = [f'{n} {k}' for k in STATUSES if k != 'ok' and (n := sum(r.status == k for r in side.runs))]
-    return [h.span(o, cls='tag warm') for o in warm] + [h.span(o, cls='tag bad') for o in bad]
+    return [h.span(o, cls=f'tag {kind}') for kind,os in (('warm', warm), ('bad', bad)) for o in os]
 
 # %% ../../nbs/page/03_sections.ipynb #142699f6
 def _where(side):
     names = (side.about('precision', 'effective') or side.about('precision', 'asked'), side.about('device', 'name'),
              side.about('data', 'name'), [f'batch {o}' for o in side.about('recipe', 'bs')])
-    return _joined([h.bdi(shortened(x, 48)) for n in names for x in n[:2]], ' · ')
+    return _dotted(o for n in names for o in n[:2])
+
+def _said_value(v): return 'none' if v is None else as_text(v)
 
 _stand_above = 'bs', 'precision', 'data', 'device'
 
 def _apart(sides, most=6):
     "Return, for each side, the values of the fields in which the first Runs of the sides differ"
     each = [work(s.runs[0])[0] for s in sides]
-    keys = [k for k in dict.fromkeys(k for o in each for k in o) if k not in _stand_above and not k.startswith('data.')]
-    apart = [k for k in keys if len({json.dumps(o.get(k), sort_keys=True, default=str) for o in each}) > 1]
-    def told(k, v): return f'{k} ' + ('none' if v is None else v if isinstance(v, str) else json.dumps(v, default=str))
-    return [[told(k, o.get(k)) for k in apart[:most]] + ['...']*(len(apart) > most) for o in each]
+    keys = [d['field'] for d in _differ(each, []) if d['field'].split('.')[0] not in _stand_above]
+    return [[f'{k} {_said_value(o.get(k))}' for k in keys[:most]] + ['...']*(len(keys) > most) for o in each]
 
 # %% ../../nbs/page/03_sections.ipynb #7a162928
 def _facts(side, metric):
@@ -133,7 +141,7 @@ def _facts(side, metric):
 
 def _told_fit(fit, side):
     if not fit: return f"{plural(len(side.all), 'Run')}, none that went well"
-    return f"fit, {plural(len(fit), 'Run')}" + (f': {seconds(min(fit))} to {seconds(max(fit))}' if len(fit) > 1 else '')
+    return f"fit, {plural(len(fit), 'Run')}" + (f': {seconds(min(fit))} to {seconds(max(fit))}' if fit[1:] else '')
 
 # %% ../../nbs/page/03_sections.ipynb #037f71a7
 def card(side:Side, # Which
@@ -141,23 +149,20 @@ def card(side:Side, # Which
          apart=(), # In what it differs from the others
     ): # An element
     "A side at a glance"
-    name = shortened((side.about('recipe', 'name') or ['no name'])[0])
-    fit,tags = [s.run.seconds for s in side.ok],_tags(side)
-    facts = [x for k,v in _facts(side, metric) if v for x in (h.dt(h.bdi(shortened(k, 24))), h.dd(v))]
-    unlike = h.p(_joined([h.bdi(shortened(x, 48)) for x in apart], ' · '), cls='sub unlike') if apart else None
-    return h.div(h.h3(h.span(side.letter, cls='label'), '  ', h.bdi(name)), h.p(_where(side), cls='sub'), unlike,
-                 h.p([x for t in tags for x in (t, ' ')]) if tags else None,
-                 h.div(seconds(mean(fit)) if fit else 'no timing', cls='big'), h.p(_told_fit(fit, side), cls='note'),
-                 h.dl(facts), cls='card')
+    name,fit,tags = side.about('recipe', 'name') or ['no name'],[s.run.seconds for s in side.ok],_tags(side)
+    return h.div(h.h3(h.span(side.letter, cls='label'), '  ', _bdi(name[0], 60)), h.p(_where(side), cls='sub'),
+                 apart and h.p(_dotted(apart), cls='sub unlike'), tags and h.p([(t, ' ') for t in tags]),
+                 h.div(seconds(mean(fit)) if fit else 'no timing', cls='big'), _note(_told_fit(fit, side)),
+                 h.dl([(h.dt(_bdi(k, 24)), h.dd(v)) for k,v in _facts(side, metric) if v]), cls='card')
 
 # %% ../../nbs/page/03_sections.ipynb #a0d5dd4d
 @section('At a glance')
 def glance(shown:Shown, # What the page is about
     )->list: # Elements
     "A card for each side"
-    few = f'The first 12 of {len(shown.sides)} sides; the tables below have all.'
-    cards = h.div([card(o, shown.metric, a) for o,a in zip(shown.sides[:12], _apart(shown.sides))], cls='cards')
-    return [cards] + [h.p(few, cls='note')]*(len(shown.sides) > 12)
+    sides,metric = shown.sides,shown.metric
+    few = len(sides) > 12 and _note(f'The first 12 of {len(sides)} sides; the tables below have all.')
+    return [h.div([card(o, metric, a) for o,a in zip(sides[:12], _apart(sides))], cls='cards'), few]
 
 # %% ../../nbs/page/03_sections.ipynb #0a75f0f2
 def _said(s):
@@ -166,14 +171,12 @@ def _said(s):
     if s.trouble: yield s.trouble
     if r.status == 'ok' and not r.profile: yield 'no profile: only the time of the whole fit is known'
     if d.get('fallback'): yield f"other data than asked: {d.get('name')} in place of {d.get('fallback')}"
-    for o in r.warnings: yield o if isinstance(o, str) else json.dumps(o, ensure_ascii=False)
+    yield from map(as_text, r.warnings)
 
 def _ended(s):
     r = s.run
-    why = [' (', h.bdi(shortened(r.error, 400)), ')'] if r.error else []
+    why = r.error and [' (', _bdi(r.error, 400), ')']
     return h.li(h.strong(f'{s.label} {r.status}'), f': {STATUSES[r.status]}', why)
-
-def _marks(xs): return f"{', '.join(xs[:8])}{f' and {len(xs)-8} more' if len(xs) > 8 else ''}"
 
 # %% ../../nbs/page/03_sections.ipynb #99b9d845
 @section('Warnings')
@@ -183,28 +186,22 @@ def warnings(shown:Shown, # What the page is about
     ended,said = [_ended(s) for s in shown.all if s.run.status != 'ok'],{}
     for s in shown.all:
         for o in _said(s): said.setdefault(o, []).append(s.label)
-    told = [h.li(h.bdi(shortened(t, 600)), f' ({_marks(ms)})') for t,ms in said.items()]
-    told += [h.li(h.bdi(shortened(o, 600))) for o in shown.notes]
-    return [h.div(h.ul(ended), cls='say bad')]*bool(ended) + [h.div(h.ul(told), cls='say')]*bool(told)
+    told = [h.li(_bdi(o, 600), f' ({listed(labels, 8)})') for o,labels in said.items()]
+    told += [h.li(_bdi(o, 600)) for o in shown.notes]
+    return [h.div(h.ul(os), cls=kind) for os,kind in ((ended, 'say bad'), (told, 'say')) if os]
 
 # %% ../../nbs/page/03_sections.ipynb #ea88d566
-_classes = dict(faster='good', less='good', slower='bad', more='bad')
-
 def _picture(draw, height, key, alt, *caption):
     "A drawing and the words below it"
-    return h.figure(drawn(draw, height, f'{key}-', alt), h.figcaption(*caption) if caption else None)
-
-def _restyled(c, ax):
-    c.plot(ax)
-    for loc in ('left', 'center'): ax.set_title('', loc=loc)
-    for o in ax.get_yticklabels(): o.set_fontsize(9)
+    return h.figure(drawn(draw, height, f'{key}-', alt), caption and h.figcaption(*caption))
 
 # %% ../../nbs/page/03_sections.ipynb #3ebc5bb0
+_classes = dict(faster='good', less='good', slower='bad', more='bad')
+
 def _compared_rows(c):
     head,body = c.cells()
-    at = head.index('verdict') if 'verdict' in head else None
-    marked = [[h.span(o, cls=_classes.get(o, 'sub')) if i == at else o for i,o in enumerate(row)] for row in body]
-    return table(head, marked, 2, 'Comparison, phase by phase')
+    def cell(name, o): return h.span(o, cls=_classes.get(o, 'sub')) if name == 'verdict' else o
+    return table(head, [[*map(cell, head, row)] for row in body], 'll', 'Comparison, phase by phase')
 
 def _compared(c, key, folded):
     "Turn a `Compared` into elements"
@@ -212,23 +209,21 @@ def _compared(c, key, folded):
     calm = [o for o in c.notes if o not in loud and not o.startswith('warning (')]
     times = [r for r in c.rows if r['kind'] == 'time']
     each = '; '.join(f"{r['phase']} {r['action']} {r['change']}, {r['verdict']}" for r in times[:30])
+    def draw(ax): c.plot(ax).set_title('', loc='left')
     alt = f'Bars of the change of each time from A to B: {each}'
-    pic = _picture(partial(_restyled, c), .7 + .24*len(times), key, alt) if times else None
-    rows = _compared_rows(c)
-    return [h.p(h.bdi(c.title)), *[h.p(h.bdi(o), cls='say bad') for o in loud],
-            h.div(pic, h.div([h.p(h.bdi(o), cls='note') for o in calm]), cls='pics'),
-            fold('Phase by phase', rows) if folded else rows]
+    pic,rows = times and _picture(draw, .7 + .24*len(times), key, alt),_compared_rows(c)
+    return [h.p(h.bdi(c.title)), [h.p(h.bdi(o), cls='say bad') for o in loud],
+            h.div(pic, h.div([_note(h.bdi(o)) for o in calm]), cls='pics'),
+            h.details(h.summary('Phase by phase'), rows) if folded else rows]
 
 # %% ../../nbs/page/03_sections.ipynb #0745f2ed
 def _refused(e):
     "Explain why two sides are not compared"
-    def side(vs):
-        texts = ['none' if v is None else v if isinstance(v, str) else json.dumps(v) for v in vs]
-        return h.bdi(shortened(', '.join(texts), 200))
+    def side(vs): return _bdi(', '.join(map(_said_value, vs)), 200)
     told = h.p(h.strong('Not comparable. '), 'These fields differ, and nobody said that they are meant to. ',
                h.code('--on FIELD'), ' says so, ', h.code('--anyway'), ' compares all the same.', cls='say')
     rows = [[h.bdi(d['field']), side(d['a']), side(d['b'])] for d in e.differences]
-    return [told, table(['field', 'A', 'B'], rows, 3, 'Differences', wrap=(0, 1, 2))]
+    return [told, table(['field', 'A', 'B'], rows, ['l w']*3, 'Differences')]
 
 # %% ../../nbs/page/03_sections.ipynb #5d9e0876
 def _against(a, b, n, shown):
@@ -245,12 +240,9 @@ def comparison(shown:Shown, # What the page is about
                most:int=6, # Comparisons
     )->list: # Elements
     "Each side against the first"
-    if len(shown.sides) < 2: return []
     a,*others = shown.sides
-    head = [f'In these tables A is side {a.letter}, and B the side that is named above.']*(len(others) > 1)
     left = len(others)-most
     more = f"{plural(left, 'more side')} {'is' if left == 1 else 'are'}"
-    tail = [f'{more} not compared here: `fastbench compare` does']*(left > 0)
-    parts = [[h.h3(f'{b.letter} against {a.letter}'), *_against(a, b, n, shown)] for n,b in enumerate(others[:most])]
-    def note(o): return h.p(o, cls='note')
-    return [*map(note, head), *sum(parts, []), *map(note, tail)]
+    parts = [[h.h3(f'{b.letter} against {a.letter}'), _against(a, b, n, shown)] for n,b in enumerate(others[:most])]
+    about = _note(f'In these tables A is side {a.letter}, and B the side that is named above.')
+    return [about]*bool(others[1:]) + parts + [_note(f'{more} not compared here: `fastbench compare` does')]*(left > 0)

@@ -65,7 +65,7 @@ def html(self:Selftest): # The whole document
     classes = ['bad' if o['verdict'] in ('failed', 'not run') else '' for o in self.rows]
     head = tag('header', tag('h1', self.title), tag('p', f'{self.run.started[:10]} · {self.run.id}', cls='sub'))
     heads = [o[1] for o in self.columns]
-    checks = table(heads, rows, left=(0, 1, 3), about='Checks', classes=classes, wrap=(3,))
+    checks = table(heads, rows, ('l', 'l', None, 'l w'), 'Checks', classes)
     main = tag('main', tag('section', tag('p', self.line)), tag('section', checks))
     foot = tag('footer', tag('p', f'Written by fastbench {__version__}.'))
     return page(f'{self.title} · fastbench', head, main, foot)
