@@ -16,7 +16,7 @@ from fastbench.page.charts import extremes, plot_accuracy, plot_distribution, pl
 from fastbench.machine.download import DataUnavailable
 from fastbench.page import details
 from fastbench.page.html import clean, csv_text, drawn, file_name
-from fastbench.page.raw import epochs_csv, fields, seen
+from fastbench.page.raw import Seen, epochs_csv, fields
 from fastbench.measure.phases import Profile, to_dict
 from fastbench.measure.table import seconds
 from fastbench.errors import UserError
@@ -489,8 +489,8 @@ def test_wide_signs_are_formulas_too(): assert csv_text(['＝a'], [['＋1', '－
 
 def test_the_median_of_two_lies_between_them():
     run = made(n=2, warm=0)
-    got = details._told(seen(run), 'train')
-    a, b = steps_of(seen(run).phases, 'train')['seconds']
+    got = details._told(Seen(run), 'train')
+    a, b = steps_of(Seen(run).phases, 'train')['seconds']
     assert f'median {seconds((a + b)/2)}' in got, got
 
 
@@ -498,7 +498,7 @@ def epoch_line(**own):
     "The line of an epoch with fields of its own"
     run = made(epochs=1)
     run.epochs = [own]
-    return next(csv.DictReader(io.StringIO(epochs_csv([seen(run)]))))
+    return next(csv.DictReader(io.StringIO(epochs_csv([Seen(run)]))))
 
 
 def test_an_epochs_own_fields_do_not_replace_the_runs():
@@ -535,5 +535,5 @@ def test_one_more_side_is():
 def test_a_damaged_profile_is_said_without_names_of_classes(damage):
     run = made()
     damage(run.profile)
-    said = seen(run).trouble
+    said = Seen(run).trouble
     assert said.startswith('its profile cannot be read: ') and 'Error' not in said and said.endswith('?') and '\n' not in said

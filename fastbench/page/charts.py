@@ -220,12 +220,9 @@ def curve(run:Run, # What was measured
           metric:str, # A name in its epochs
     )->list: # (seconds since the start of the fit, value), one an epoch
     "Return the values of a metric over time"
-    each = zip(accumulate(epoch_seconds(run)), run.epochs)
-    last = [(run.seconds, run.metrics.get(metric))] if run.seconds else []
-    each = [(at, d.get(metric)) for at,d in each if isinstance(d, dict)]
-    for points in each, last:
-        if points := [o for o in points if _is_number(o[1])]: return points
-    return []
+    ends,last = accumulate(epoch_seconds(run)),run.metrics.get(metric)
+    points = [(at, d.get(metric)) for at,d in zip(ends, run.epochs) if isinstance(d, dict)]
+    return [o for o in points if _is_number(o[1])] or [(run.seconds, last)]*bool(run.seconds and _is_number(last))
 
 # %% ../../nbs/page/00_charts.ipynb #6c77f808
 def plot_accuracy(runs, # `Run`s

@@ -17,14 +17,12 @@ from ..measure.palette import series
 from .raw import epochs_csv, runs_csv, shared_fields, steps_csv
 from ..runs.figures import peaks_of
 from .sections import Shown, _bdi, _first_of, _mib, _note, _picture, format_metric, section
-from ..measure.table import PHASE_COLUMNS, Table, seconds, rate
+from ..measure.table import PHASE_COLUMNS, Table, _style, rate, seconds
 
 # %% ../../nbs/page/04_details.ipynb #b21284f2
 def _mean_of(all_, phase):
     got = [m for s in all_ if (m := step_means(s.phases, phase)).get('step')]
     return {k: mean(m.get(k, 0.) for m in got) for m in got for k in m}
-
-def _most_of(m): return max((a for a in m if a != 'step'), key=m.get, default='nothing')
 
 # %% ../../nbs/page/04_details.ipynb #a3e2cde3
 def _bars(sides, phase, most=16):
@@ -35,42 +33,37 @@ def _bars(sides, phase, most=16):
         left = f', the first {most} of {len(sides)} sides' if len(sides) > most else ''
         note = f'; means of the Runs of a side{left}'
     each = {k: m for k,m in each if m.get('step')}
-    words = '; '.join(f"{k} {seconds(m['step'])}, mostly {_most_of(m)}" for k,m in each.items())
+    mostly = [max((a for a in m if a != 'step'), key=m.get, default='nothing') for m in each.values()]
+    words = '; '.join(f"{k} {seconds(m['step'])}, mostly {a}" for (k,m),a in zip(each.items(), mostly))
     return each and _picture(partial(plot_phases, [*each.values()], [*each], phase), 1.25 + .26*len(each), f'p{phase}',
                              f'Stacked bars of an average step of {PHASES[phase]}: {words}',
                              f'An average step of {PHASES[phase]}, warm-up left out{note}')
-
-# %% ../../nbs/page/04_details.ipynb #1c3de41f
-def _phase_class(r, first):
-    weight = 'strong' if r['action'] in ('fit', 'step') else 'dim' if (r['share'] or 0) < .01 else ''
-    return ' '.join(filter(None, ['top'*first, weight])) or None
 
 # %% ../../nbs/page/04_details.ipynb #02a4256f
 def phase_table(t, # A `Table`
                 about:str, # What it shows
     ): # An element
     "Make the phase table, with sums in bold and small rows pale"
-    left_out = {'tokens_per_second', 'device_busy', 'device_total'}
-    if not any(r.get('device_mean') for r in t.rows): left_out.add('device_mean')
+    left_out = ['tokens_per_second', 'device_busy', 'device_total']
+    if not any(r.get('device_mean') for r in t.rows): left_out.append('device_mean')
     keys,head,forms = zip(*(o for o in PHASE_COLUMNS if o[0] not in left_out))
-    first = [i == 0 or r['phase'] != t.rows[i-1]['phase'] for i,r in enumerate(t.rows)]
     lines = [[f(v) if (v := r.get(k)) is not None else '' for k,f in zip(keys, forms)] for r in t.rows]
-    for new,line in zip(first, lines): line[0] *= new
-    return table(head, lines, 'll', about, [*map(_phase_class, t.rows, first)])
+    for new,line in zip(t._starts(), lines): line[0] *= new
+    classes = [' '.join(filter(None, ['top'*new, _style(r).replace('bold', 'strong')])) or None
+               for new,r in zip(t._starts(), t.rows)]
+    return table(head, lines, 'll', about, classes)
 
 # %% ../../nbs/page/04_details.ipynb #618d32e4
-def _middle(side):
-    "Return the middle Run by time of those that have a table, and their number"
-    have = sorted((s for s in side.all if s.rows), key=lambda s: s.run.seconds or 0.)
-    return have[(len(have)-1)//2:][:1],len(have)
-
 @section('Where the time goes')
 def phases(shown:Shown, # What the page is about
     )->list: # Elements
-    "Stacked bars, verdicts, and the phase table of a Run of each side"
+    "Stacked bars, verdicts, and the phase table of the middle Run of each side, by the time of its fit"
     pics,parts = [o for p in PHASES if (o := _bars(shown.sides, p))],[]
-    for (s,),n in filter(all, map(_middle, shown.sides)):
-        t = Table(s.rows, '', s.notes, s.phases.profile.facts.get('remedies'))
+    for side in shown.sides:
+        have = sorted((s for s in side.all if s.rows), key=lambda s: s.run.seconds or 0.)
+        if not have: continue
+        s,n = have[(len(have)-1)//2],len(have)
+        t = Table(s.rows, '', s.phases.notes, s.phases.profile.facts.get('remedies'))
         verdict,many = t.verdict and t.verdict['text'],f', the middle of {n} by the time of the fit' if n > 1 else ''
         inner = [phase_table(t, f'Phases of {s.label}'), *[_note(h.bdi(o)) for o in t.lines if o != verdict]]
         if verdict: parts.append(h.p(h.span(s.label, cls='label'), f'  {verdict}'))
@@ -105,31 +98,27 @@ def _line(s, phase, colour, top, points=500):
     return _picture(draw, 2.1, f't{phase}{s.label}', f'Time line of {s.label}: {told}',
                     h.span(s.label, cls='label'), f"  {', '.join(told.split(', ')[:2])}{more}")
 
-# %% ../../nbs/page/04_details.ipynb #0ff9f15b
+# %% ../../nbs/page/04_details.ipynb #acf160cf
 _slow = ('A step is slow if it lies above the median by more than 3.5 times what a normal spread explains. '
          'Slow steps are marked and counted, never dropped.')
 
-def _steps_of_phase(have, phase, colours, most):
-    "Elements about the steps of training, or of validation"
-    few = have[:most] if phase == 'train' or not have[1:] else []
-    tops = [ceiling(steps_of(s.phases, phase)) for s in few]
-    shared = max(tops) if few and max(tops) < 4*min(tops) else None
-    lines = [_line(s, phase, colours[s.side], shared) for s in few]
-    left = f'Time lines of the first {most} of {len(have)} Runs; the raw data has all.'
-    return [h.h3(f'Steps of {PHASES[phase]}'),
-            h.div(_spreads(have, phase, colours), [] if lines[1:] else lines, cls='pics'),
-            lines[1:] and h.div(lines, cls='pics small'), few and len(have) > most and _note(left)]
-
-# %% ../../nbs/page/04_details.ipynb #acf160cf
 @section('Step by step')
 def steps(shown:Shown, # What the page is about
           most:int=12, # Time lines
     )->list: # Elements
-    "Distributions and time lines"
+    "Distributions, and time lines; those of validation only of a single Run"
     colours,parts = {side.letter: series(i) for i,side in enumerate(shown.sides)},[]
     for phase in PHASES:
         have = [s for s in shown.all if s.timed and len(steps_of(s.phases, phase))]
-        if have: parts += _steps_of_phase(have, phase, colours, most)
+        if not have: continue
+        few = have[:most] if phase == 'train' or not have[1:] else []
+        tops = [ceiling(steps_of(s.phases, phase)) for s in few]
+        shared = max(tops) if few and max(tops) < 4*min(tops) else None
+        lines = [_line(s, phase, colours[s.side], shared) for s in few]
+        left = f'Time lines of the first {most} of {len(have)} Runs; the raw data has all.'
+        parts += [h.h3(f'Steps of {PHASES[phase]}'),
+                  h.div(_spreads(have, phase, colours), [] if lines[1:] else lines, cls='pics'),
+                  lines[1:] and h.div(lines, cls='pics small'), few and len(have) > most and _note(left)]
     return [_note(_slow)]*bool(parts) + parts
 
 # %% ../../nbs/page/04_details.ipynb #311d0c79
@@ -207,27 +196,25 @@ def _fact(side, name, keys):
     vs = side.about(*keys.split())
     if name == 'weights': vs = list(dict.fromkeys(v.split(', seed ')[0] for v in vs))
     if name == 'started' and vs[1:]: vs = [f'{min(vs)} to {max(vs)}']
-    return h.bdi(listed([shortened(dict(true='yes', false='no').get(v, v), 160) for v in vs], 6))
+    return listed([shortened(dict(true='yes', false='no').get(v, v), 160) for v in vs], 6)
 
 # %% ../../nbs/page/04_details.ipynb #7a689315
 @section('What ran where')
 def where(shown:Shown, # What the page is about
     )->list: # Elements
     "Show one line per fact, one column per side"
-    rows = [[name, *(_fact(o, name, keys) for o in shown.sides)] for name,keys in _FIELDS.items()
-            if any(side.about(*keys.split()) for side in shown.sides)]
+    facts = [(name, [_fact(o, name, keys) for o in shown.sides]) for name,keys in _FIELDS.items()]
+    rows = [[name, *map(h.bdi, texts)] for name,texts in facts if any(texts)]
     head = ['', *(o.letter for o in shown.sides)]
     return [table(head, rows, ['l', *['l w']*len(shown.sides)], 'What ran where')]
 
 # %% ../../nbs/page/04_details.ipynb #b9c51c47
-def _is_number(v): return isinstance(v, (int, float))
-
 def _run_line(s, names):
     "A Run in one line"
     r,f = s.run,s.figures
     return [h.span(s.label, cls='label'), h.span(r.status, cls=r.status != 'ok' and 'bad'),
-            seconds(r.seconds) if r.seconds and r.status != 'diverged' else '', seconds(f.step), rate(f.rate),
-            *(format_metric(r.metrics[k], k) if _is_number(r.metrics.get(k)) else '' for k in names),
+            seconds(r.seconds or None) if r.status != 'diverged' else '', seconds(f.step), rate(f.rate),
+            *(format_metric(v, k) if isinstance(v := r.metrics.get(k), (int, float)) else '' for k in names),
             r.seed, len(r.warnings) or '', _bdi(r.started, 40), _bdi(r.id, 120)]
 
 # %% ../../nbs/page/04_details.ipynb #5ca67534
@@ -235,7 +222,8 @@ def _run_line(s, names):
 def runs(shown:Shown, # What the page is about
     )->list: # Elements
     "Show one line per Run"
-    names = list(dict.fromkeys(k for r in shown.runs for k,v in r.metrics.items() if _is_number(v)))[:6]
+    numbers = (k for r in shown.runs for k,v in r.metrics.items() if isinstance(v, (int, float)))
+    names = list(dict.fromkeys(numbers))[:6]
     head = ['Run', 'status', 'fit', 'step', 'samples/s', *(_bdi(k, 24) for k in names),
             'seed', 'warnings', 'started', 'id']
     columns = ['l', 'l', *[None]*(len(names)+5), 'l', 'l']

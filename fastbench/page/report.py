@@ -16,7 +16,6 @@ from fastcore.basics import patch
 from .. import __version__
 from . import details  # adds its sections to the list
 from .html import h, page, shortened
-from .raw import seen
 from ..errors import UserError, listed, plural
 from .sections import SECTIONS, Shown, Side, _bdi
 from ..compare.runs import _check_sides
@@ -35,8 +34,6 @@ def _groups(runs):
             key = next((k for k,os in res.items() if asked(os[0]) == asked(r)), key)
         res.setdefault(key, []).append(r)
     return list(res.values())
-
-def _sides(groups): return [Side(_letter(i), [seen(r) for r in g]) for i,g in enumerate(groups)]
 
 # %% ../../nbs/page/05_report.ipynb #9476f2bb
 @dataclass
@@ -124,7 +121,8 @@ def report(*runs, # `Run`s, folders, files, ids, beginnings of ids; or lists of 
     if against is not None: _check_sides(base, given)
     on = [on] if isinstance(on, str) else list(on)
     differences(given, given+base, on)  # an unknown field is a mistake to be told at once
-    sides = _sides(_groups(given) if against is None else [base, given])
+    groups = _groups(given) if against is None else [base, given]
+    sides = [Side(_letter(i), g) for i,g in enumerate(groups)]
     res = Report(sides, title, notes+more, dict(on=on, anyway=anyway, threshold=threshold), raw)
     if out is not None: res.save(out)
     return res

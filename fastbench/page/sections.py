@@ -11,29 +11,25 @@ from functools import partial
 from statistics import mean
 
 from ..compare.runs import Compared
-from .charts import metric_of
+from .charts import _is_number, metric_of
 from .html import drawn, h, shortened, table
-from .raw import as_text
+from .raw import Seen, as_text
 from ..errors import UserError, listed, plural
 from ..runs.record import STATUSES
 from ..compare.sides import NotComparable, _differ, work
 from ..measure.table import rate, seconds
 
 # %% ../../nbs/page/03_sections.ipynb #144cb77c
-@dataclass
 class Side:
     "Runs that did the same"
-    letter: str  # what to call it
-    all: list  # `Seen` Runs; each gets its label
+    def __init__(self, letter:str, # What to call it
+                 runs:list, # `Run`s; each gets its label
+        ):
+        self.letter,self.all = letter,[Seen(r, f'{letter}{i}', letter) for i,r in enumerate(runs, 1)]
+        self.runs = [s.run for s in self.all]
+        self.timed = [s for s in self.all if s.timed]
+        self.ok = [s for s in self.all if s.run.status == 'ok' and s.run.seconds]
 
-    def __post_init__(self):
-        for i,s in enumerate(self.all, 1): s.label,s.side = f'{self.letter}{i}',self.letter
-    @property
-    def runs(self): return [s.run for s in self.all]
-    @property
-    def ok(self): return [s for s in self.all if s.run.status == 'ok' and s.run.seconds]
-    @property
-    def timed(self): return [s for s in self.all if s.timed]
     def about(self, *keys):
         "The values of a field, in all Runs of the side, as texts"
         return list(dict.fromkeys(t for r in self.runs if (t := _at(r, keys))))
@@ -88,7 +84,6 @@ def _mib(b): return f'{b/2**20:,.0f} MiB'
 
 def _spread(xs, form):
     "Format the mean and the range"
-    if not xs: return None
     text,low,high = (form(f(xs)) for f in (mean, min, max))
     return text if low == high else f'{text} ({low} to {high})'
 
@@ -134,10 +129,10 @@ def _apart(sides, most=6):
 def _facts(side, metric):
     "(name, text) of what was measured"
     timed = [s.figures for s in side.timed if s.run.status == 'ok']
-    def of(key): return [v for f in timed if (v := getattr(f, key))]
-    xs = [v for s in side.ok for v in [s.run.metrics.get(metric)] if isinstance(v, (int, float)) and v == v]
-    return [('step', _spread(of('step'), seconds)), ('samples/s', _spread(of('rate'), rate)),
-            (metric, _spread(xs, partial(format_metric, name=metric))), ('memory', _spread(of('host_memory'), _mib))]
+    each = [('step', [f.step for f in timed], seconds), ('samples/s', [f.rate for f in timed], rate),
+            (metric, [s.run.metrics.get(metric) for s in side.ok], partial(format_metric, name=metric)),
+            ('memory', [f.host_memory for f in timed], _mib)]
+    return [(k, _spread(xs, form)) for k,vs,form in each if (xs := [v for v in vs if _is_number(v)])]
 
 def _told_fit(fit, side):
     if not fit: return f"{plural(len(side.all), 'Run')}, none that went well"
@@ -186,8 +181,8 @@ def warnings(shown:Shown, # What the page is about
     ended,said = [_ended(s) for s in shown.all if s.run.status != 'ok'],{}
     for s in shown.all:
         for o in _said(s): said.setdefault(o, []).append(s.label)
-    told = [h.li(_bdi(o, 600), f' ({listed(labels, 8)})') for o,labels in said.items()]
-    told += [h.li(_bdi(o, 600)) for o in shown.notes]
+    said |= dict.fromkeys(shown.notes)
+    told = [h.li(_bdi(o, 600), labels and f' ({listed(labels, 8)})') for o,labels in said.items()]
     return [h.div(h.ul(os), cls=kind) for os,kind in ((ended, 'say bad'), (told, 'say')) if os]
 
 # %% ../../nbs/page/03_sections.ipynb #ea88d566
@@ -206,33 +201,29 @@ def _compared_rows(c):
 def _compared(c, key, folded):
     "Turn a `Compared` into elements"
     loud = [o for o in c.notes if o.startswith(('FASTER', 'NOT COMP'))]
-    calm = [o for o in c.notes if o not in loud and not o.startswith('warning (')]
+    calm = [_note(h.bdi(o)) for o in c.notes if o not in loud and not o.startswith('warning (')]
     times = [r for r in c.rows if r['kind'] == 'time']
     each = '; '.join(f"{r['phase']} {r['action']} {r['change']}, {r['verdict']}" for r in times[:30])
     def draw(ax): c.plot(ax).set_title('', loc='left')
-    alt = f'Bars of the change of each time from A to B: {each}'
-    pic,rows = times and _picture(draw, .7 + .24*len(times), key, alt),_compared_rows(c)
+    alt,rows = f'Bars of the change of each time from A to B: {each}',_compared_rows(c)
     return [h.p(h.bdi(c.title)), [h.p(h.bdi(o), cls='say bad') for o in loud],
-            h.div(pic, h.div([_note(h.bdi(o)) for o in calm]), cls='pics'),
+            h.div(times and _picture(draw, .7 + .24*len(times), key, alt), h.div(calm), cls='pics'),
             h.details(h.summary('Phase by phase'), rows) if folded else rows]
 
-# %% ../../nbs/page/03_sections.ipynb #0745f2ed
-def _refused(e):
-    "Explain why two sides are not compared"
-    def side(vs): return _bdi(', '.join(map(_said_value, vs)), 200)
-    told = h.p(h.strong('Not comparable. '), 'These fields differ, and nobody said that they are meant to. ',
-               h.code('--on FIELD'), ' says so, ', h.code('--anyway'), ' compares all the same.', cls='say')
-    rows = [[h.bdi(d['field']), side(d['a']), side(d['b'])] for d in e.differences]
-    return [told, table(['field', 'A', 'B'], rows, ['l w']*3, 'Differences')]
-
 # %% ../../nbs/page/03_sections.ipynb #5d9e0876
+_refused = [h.strong('Not comparable. '), 'These fields differ, and nobody said that they are meant to. ',
+            h.code('--on FIELD'), ' says so, ', h.code('--anyway'), ' compares all the same.']
+
 def _against(a, b, n, shown):
     "Compare side `b` with side `a`, the `n`th comparison of the page"
+    def side(vs): return _bdi(', '.join(map(_said_value, vs)), 200)
     try: c = Compared(a.runs, b.runs, **shown.options)
-    except NotComparable as e: return _refused(e)
-    except UserError as e: return [h.p(h.bdi(e), cls='say')]
+    except NotComparable as e:
+        rows = [[h.bdi(d['field']), side(d['a']), side(d['b'])] for d in e.differences]
+        return h.p(_refused, cls='say'),table(['field', 'A', 'B'], rows, ['l w']*3, 'Differences')
+    except UserError as e: return h.p(h.bdi(e), cls='say')
     shown.compared.append(c)
-    return _compared(c, f'c{n}', len(shown.sides) > 3)
+    return _compared(c, f'c{n}', shown.sides[3:])
 
 # %% ../../nbs/page/03_sections.ipynb #1975b962
 @section('Comparison')
