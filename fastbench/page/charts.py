@@ -13,7 +13,7 @@ from math import isfinite
 import numpy as np
 
 from ..runs.figures import Phases, peaks_of
-from ..measure.palette import axes, beside, colour_of, legend, series, stacked_steps, unit_of
+from ..measure.palette import axes, beside, colour_of, legend, name_bars, series, stacked_steps, unit_of
 from ..measure.phases import HEAD, LEAVES, Log, Profile, outliers, values
 from ..errors import UserError
 from ..runs.record import Run
@@ -182,7 +182,6 @@ def plot_memory(os, # As for `plot_distribution`
                 ax=None, # matplotlib axes; made if None
     ): # The axes
     "Plot the peak memory of the process, and of the device if it has its own"
-    from matplotlib.patches import Patch
     peaks = [peaks_of(p.profile) if (p := _phases(o)) else {} for o in os]
     _needs(any(peaks), 'no memory was measured')
     ax,both = axes(ax, .95 + .3*len(peaks)),any('device' in o for o in peaks)
@@ -194,9 +193,8 @@ def plot_memory(os, # As for `plot_distribution`
             hollow,x,at = k == 'host' and not o['exact'],o[k]/f,y + dy*both
             ax.barh(at, x, height=.3 if both else .55, fc='none' if hollow else c, ec=c, lw=1)
             beside(ax, x, at, '≥ '*hollow + form.format(x))
-    ax.set_yticks(range(len(peaks)), labels, parse_math=False)
-    ax.set(xlabel=f'{unit} at the peak', xlim=(0, 1.18*top/f or 1), ylim=(len(peaks)-.5, -.5))
-    if both: legend(ax, [Patch(color=series(i), label=o) for i,o in enumerate(('process', 'device'))])
+    ax.set(xlabel=f'{unit} at the peak', xlim=(0, 1.18*top/f or 1))
+    name_bars(ax, labels, dict(process=series(0), device=series(1)) if both else {})
     return ax
 
 # %% ../../nbs/page/00_charts.ipynb #8bbc7f27

@@ -9,6 +9,8 @@ __all__ = ['phase_table', 'phases', 'steps', 'ends', 'where', 'runs', 'raw']
 from functools import partial
 from statistics import mean, median
 
+from fastcore.basics import uniqueify
+
 from .charts import (PHASES, ceiling, curve, plot_accuracy, plot_distribution, plot_memory, plot_phases,
                                    plot_timeline, step_means, steps_of, without_warmup)
 from ..errors import listed, plural
@@ -194,7 +196,7 @@ seeds: seed'''.splitlines())
 def _fact(side, name, keys):
     "Return the values of a field in the Runs of a side"
     vs = side.about(*keys.split())
-    if name == 'weights': vs = list(dict.fromkeys(v.split(', seed ')[0] for v in vs))
+    if name == 'weights': vs = uniqueify(v.split(', seed ')[0] for v in vs)
     if name == 'started' and vs[1:]: vs = [f'{min(vs)} to {max(vs)}']
     return listed([shortened(dict(true='yes', false='no').get(v, v), 160) for v in vs], 6)
 
@@ -222,8 +224,7 @@ def _run_line(s, names):
 def runs(shown:Shown, # What the page is about
     )->list: # Elements
     "Show one line per Run"
-    numbers = (k for r in shown.runs for k,v in r.metrics.items() if isinstance(v, (int, float)))
-    names = list(dict.fromkeys(numbers))[:6]
+    names = uniqueify(k for r in shown.runs for k,v in r.metrics.items() if isinstance(v, (int, float)))[:6]
     head = ['Run', 'status', 'fit', 'step', 'samples/s', *(_bdi(k, 24) for k in names),
             'seed', 'warnings', 'started', 'id']
     columns = ['l', 'l', *[None]*(len(names)+5), 'l', 'l']

@@ -221,7 +221,6 @@ dt{color:var(--muted)}dd{margin:0;white-space:pre-wrap}
 .card h3{margin-top:0}
 .big{font-size:1.6rem;line-height:1.2;letter-spacing:-.01em;font-variant-numeric:tabular-nums lining-nums}
 summary{cursor:pointer;padding:.35rem 0;color:var(--accent);font-size:.9375rem}
-pre{white-space:pre-wrap;font:.8125rem/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;margin:.4rem 0}
 footer{margin-top:3rem;padding-bottom:2.5rem}
 @media print{body{font-size:11px}nav,.tag{break-inside:avoid}figure,.card{break-inside:avoid}}
 '''

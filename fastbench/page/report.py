@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from fastcore.basics import patch
+from fastcore.basics import listify, patch, uniqueify
 
 from .. import __version__
 from . import details  # adds its sections to the list
@@ -40,7 +40,7 @@ def _groups(runs):
 class Report(Shown):
     "A page about Runs: `html`, `save`, and itself in a notebook"
     def __post_init__(self):
-        names = list(dict.fromkeys(o for side in self.sides for o in side.about('recipe', 'name')))
+        names = uniqueify(o for side in self.sides for o in side.about('recipe', 'name'))
         self.title = self.title or listed([shortened(o, 60) for o in names], 3) or 'A report'
         parts = [(f.__name__, f.title, f(self)) for f in SECTIONS]
         self.html = self._page([o for o in parts if o[2]])
@@ -98,11 +98,6 @@ def _free(path):
     return path
 
 # %% ../../nbs/page/05_report.ipynb #09ff7a15
-def _once(what, folder):
-    "The Runs of one side, each once; lines on files that were passed over"
-    runs,notes = load_side(what, folder) if what is not None else ([], [])
-    return list({r.id: r for r in runs}.values()),notes
-
 def report(*runs, # `Run`s, folders, files, ids, beginnings of ids; or lists of these
            out=None, # A file to write the page to
            against=None, # The same, of what `runs` are judged by, as side A; None: a side is what did the same work
@@ -114,12 +109,12 @@ def report(*runs, # `Run`s, folders, files, ids, beginnings of ids; or lists of 
            raw:int=20_000, # Steps at most in the page's CSV
     )->Report: # html, save; shows itself in a notebook
     "Make one page about Runs"
-    if not runs: raise UserError('there is nothing to report: give Runs, a folder, a file or an id')
     if out is not None: _free(out)  # before the work, not after it
-    (given,notes),(base,more) = _once(list(runs), folder),_once(against, folder)
-    if not given: raise UserError('there is nothing to report: the list of Runs is empty')
+    (given,notes),(base,more) = load_side(list(runs), folder),load_side(listify(against), folder)
+    if not given: raise UserError('there is nothing to report: give Runs, a folder, a file or an id')
+    given,base = (list({r.id: r for r in rs}.values()) for rs in (given, base))
     if against is not None: _check_sides(base, given)
-    on = [on] if isinstance(on, str) else list(on)
+    on = listify(on)
     differences(given, given+base, on)  # an unknown field is a mistake to be told at once
     groups = _groups(given) if against is None else [base, given]
     sides = [Side(_letter(i), g) for i,g in enumerate(groups)]

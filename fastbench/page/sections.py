@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import mean
 
+from fastcore.basics import uniqueify
+
 from ..compare.runs import Compared
 from .charts import _is_number, metric_of
 from .html import drawn, h, shortened, table
@@ -32,7 +34,7 @@ class Side:
 
     def about(self, *keys):
         "The values of a field, in all Runs of the side, as texts"
-        return list(dict.fromkeys(t for r in self.runs if (t := _at(r, keys))))
+        return uniqueify(t for r in self.runs if (t := _at(r, keys)))
 
 # %% ../../nbs/page/03_sections.ipynb #00a7440e
 def _at(run, keys):
@@ -193,19 +195,17 @@ def _picture(draw, height, key, alt, *caption):
 # %% ../../nbs/page/03_sections.ipynb #3ebc5bb0
 _classes = dict(faster='good', less='good', slower='bad', more='bad')
 
-def _compared_rows(c):
-    head,body = c.cells()
-    def cell(name, o): return h.span(o, cls=_classes.get(o, 'sub')) if name == 'verdict' else o
-    return table(head, [[*map(cell, head, row)] for row in body], 'll', 'Comparison, phase by phase')
-
 def _compared(c, key, folded):
     "Turn a `Compared` into elements"
     loud = [o for o in c.notes if o.startswith(('FASTER', 'NOT COMP'))]
     calm = [_note(h.bdi(o)) for o in c.notes if o not in loud and not o.startswith('warning (')]
     times = [r for r in c.rows if r['kind'] == 'time']
     each = '; '.join(f"{r['phase']} {r['action']} {r['change']}, {r['verdict']}" for r in times[:30])
+    alt = f'Bars of the change of each time from A to B: {each}'
     def draw(ax): c.plot(ax).set_title('', loc='left')
-    alt,rows = f'Bars of the change of each time from A to B: {each}',_compared_rows(c)
+    head,body = c.cells()
+    def cell(name, o): return h.span(o, cls=_classes.get(o, 'sub')) if name == 'verdict' else o
+    rows = table(head, [[*map(cell, head, row)] for row in body], 'll', 'Comparison, phase by phase')
     return [h.p(h.bdi(c.title)), [h.p(h.bdi(o), cls='say bad') for o in loud],
             h.div(times and _picture(draw, .7 + .24*len(times), key, alt), h.div(calm), cls='pics'),
             h.details(h.summary('Phase by phase'), rows) if folded else rows]
