@@ -24,15 +24,14 @@ class RecycledMemory:
     def __reduce__(self): return RecycledMemory,(self.keep,)
 
     def empty(self, *shape, # Of the tensor
-              dtype=np.float32, # Its numbers, as NumPy calls them
               channels_last=False, # With the channels of a pixel side by side
-        ): # A tensor, its contents as they happen to be
+        ): # float32, its contents as they happen to be
         "Return a tensor in memory that is not in use"
-        if channels_last: return self.empty(*(shape[o] for o in (0, 2, 3, 1)), dtype=dtype).permute(0, 3, 1, 2)
+        if channels_last: return self.empty(*(shape[o] for o in (0, 2, 3, 1))).permute(0, 3, 1, 2)
         for i in range(len(self.arrays)):  # by number: a variable would be one more holder
-            fits = self.arrays[i].shape == shape and self.arrays[i].dtype == dtype
+            fits = self.arrays[i].shape == shape
             if fits and _holders(self.arrays, i) == _FREE: return torch.from_numpy(self.arrays[i])
-        res = np.empty(shape, dtype)
+        res = torch.empty(shape).numpy()  # begins with a line of the cache
         self.arrays = [*self.arrays, res][-self.keep:]
         return torch.from_numpy(res)
 
