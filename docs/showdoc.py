@@ -109,7 +109,8 @@ def parts(text, names):
 
 
 def overridden(func):
-    "The methods that a method takes the place of"
+    "The methods that a method takes the place of; the dataclasses that a dataclass extends"
+    if is_dataclass(func): return [o for o in func.__mro__[1:] if is_dataclass(o)]
     owner, _, name = getattr(func, '__qualname__', '').rpartition('.')
     owner = getattr(inspect.getmodule(func), owner, None)
     return [plain_function(vars(o)[name]) for o in getattr(owner, '__mro__', ())[1:] if name in vars(o)]

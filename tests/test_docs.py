@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import types
+from dataclasses import dataclass
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -478,6 +479,18 @@ class Square:
 class Tile(Square): "It does not say how it is made"
 
 
+@dataclass
+class Shape:
+    "What others extend"
+    corners: int  # How many
+
+
+@dataclass
+class Grid(Shape):
+    "It extends a dataclass"
+    wide: int = 2  # Squares in a row
+
+
 def tally(*items, # What to count
           **names, # Name -> what it counts
     ): # How many in all
@@ -546,6 +559,7 @@ def test_tables_of_parameters(docs):
     def what(f): return [(o[0], o[3]) for o in T(f).rows]
     assert what(tally) == [('*items', 'What to count'), ('**names', 'Name -> what it counts'), ('', 'How many in all')]
     assert what(handed) == [('**options', 'For its class'), ('', '')], 'the comment above is not of the result'
+    assert what(Grid) == [('corners', 'How many'), ('wide', 'Squares in a row')]
     assert T(kept).rows == [('cls', '', '', 'A class')]
     assert T(begun).missing == ['unit'], '**options may be handed on without a word'
     assert T(begun).rows == [('n', '', '', 'How many'), ('unit', 'str', "'s'", ''), ('**options', '', '', '')]

@@ -47,7 +47,7 @@ def _at(run, keys):
 class Shown:
     "The content of a page"
     sides: list  # `Side`s
-    title: str = 'report'  # of the page
+    title: str = ''  # of the page
     notes: tuple = ()  # lines about what was left out
     options: dict = field(default_factory=dict)  # of `Compared`
     most: int = 20_000  # steps in its CSV
