@@ -89,11 +89,15 @@ def signature(name, obj):
 def one_line(text): return ' '.join((text or '').split())
 
 
+def source(func):
+    "'' for what is written in C or, as methods of a dataclass, made by Python"
+    try: return inspect.getsource(func)
+    except (OSError, TypeError): return ''
+
+
 def ending(func):
     "The comment at the end of a signature"
-    try: source = inspect.getsource(func)
-    except (OSError, TypeError): return ''
-    m = re.search(r'^[^#\n]*?\)[ \t]*(?:->[^#:\n]*)?:[ \t]*(?:#[ \t]*(.*))?', source, re.M)
+    m = re.search(r'^[^#\n]*?\)[ \t]*(?:->[^#:\n]*)?:[ \t]*(?:#[ \t]*(.*))?', source(func), re.M)
     return m and m[1] or ''
 
 
@@ -113,7 +117,8 @@ def overridden(func):
     if is_dataclass(func): return [o for o in func.__mro__[1:] if is_dataclass(o)]
     owner, _, name = getattr(func, '__qualname__', '').rpartition('.')
     owner = getattr(inspect.getmodule(func), owner, None)
-    return [plain_function(vars(o)[name]) for o in getattr(owner, '__mro__', ())[1:] if name in vars(o)]
+    found = (plain_function(vars(o)[name]) for o in getattr(owner, '__mro__', ())[1:] if name in vars(o))
+    return [o for o in found if source(o)]
 
 
 class ParameterTable:
@@ -130,8 +135,8 @@ class ParameterTable:
             for o in ann_parts(v.anno)[1]: about[k] = about.get(k) or getattr(o, 'help', None)
         said = {k: v.docment for k, v in found.items()}
         like = [docments(target.__globals__.get(o)) for o in likes]
-        for source in (about, told, *like, *map(docments, overridden(target))):
-            for k, v in source.items(): said[k] = said.get(k) or v
+        for place in (about, told, *like, *map(docments, overridden(target))):
+            for k, v in place.items(): said[k] = said.get(k) or v
         anew = made_anew(obj)
         def row(k, v):
             return STARS.get(v.kind, '') + k, type_name(v.anno), default_name(anew.get(k, v.default)), one_line(said[k])
