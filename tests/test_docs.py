@@ -220,7 +220,8 @@ CONTRASTS = """where => {
   return res }"""
 
 
-# A page of the reference in place of the one that is open: one that is opened runs the theme's scripts and lays out 250 links, three times the work
+# Shows a page of the reference in the page that is open. To open it would run the theme's scripts and lay out
+# 250 links, three times the work
 SHOW = """async url => {
   const there = new DOMParser().parseFromString(await (await fetch(url)).text(), 'text/html');
   history.replaceState(null, '', url);  // for relative links

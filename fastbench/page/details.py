@@ -12,7 +12,7 @@ from statistics import mean, median
 from fastcore.basics import uniqueify
 
 from .charts import (PHASES, ceiling, curve, plot_accuracy, plot_distribution, plot_memory, plot_phases,
-                                   plot_timeline, step_means, steps_of, without_warmup)
+                                   plot_timeline, step_means, steps_of, warmed_up)
 from ..errors import listed, plural
 from .html import download, file_name, h, shortened, table
 from ..measure.palette import series
@@ -24,7 +24,7 @@ from ..measure.table import PHASE_COLUMNS, Table, _style, rate, seconds
 # %% ../../nbs/page/04_details.ipynb #b21284f2
 def _mean_of(all_, phase):
     got = [m for s in all_ if (m := step_means(s.phases, phase)).get('step')]
-    return {k: mean(m.get(k, 0.) for m in got) for m in got for k in m}
+    return {k: mean(m.get(k, 0.) for m in got) for k in uniqueify(k for m in got for k in m)}
 
 # %% ../../nbs/page/04_details.ipynb #a3e2cde3
 def _bars(sides, phase, most=16):
@@ -75,7 +75,7 @@ def phases(shown:Shown, # What the page is about
 # %% ../../nbs/page/04_details.ipynb #1e61fe2e
 def _told(s, phase):
     steps = steps_of(s.phases, phase)
-    return (f"{plural(len(steps), 'step')}, median {seconds(median(without_warmup(steps).seconds))}, "
+    return (f"{plural(len(steps), 'step')}, median {seconds(median(warmed_up(steps).seconds))}, "
             f"{sum(steps.warm)} warm-up, {sum(steps.slow)} slow")
 
 # %% ../../nbs/page/04_details.ipynb #2d9c1d85
