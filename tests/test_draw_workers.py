@@ -151,3 +151,40 @@ def test_a_process_that_has_died_does_not_hang():
     watch.join(10)
     assert board.found is None and not watch.is_alive()
     shutil.rmtree(board.folder)
+
+
+class Broken:
+    "Breaks the connection, as a worker does that dies while its batch crosses"
+    def __init__(self, of): self.of = of
+    def __call__(self, it, *args, **kwargs):
+        if not (it._rcvd_idx < 2): raise ConnectionResetError(104, 'Connection reset by peer')
+        return self.of(it, *args, **kwargs)
+
+
+def die_later():
+    time.sleep(1)
+    killed()
+
+
+def test_a_broken_connection_is_the_death_that_follows(monkeypatch):
+    it = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    broken = Broken(it._try_get_data)
+    monkeypatch.setattr(it, '_try_get_data', lambda *args, **kwargs: broken(*args, **kwargs))
+    with pytest.raises(StuckWorker, match='a loader died at 5: .*(Killed|exited unexpectedly)') as e: list(dl(die_later))
+    one_line(e)
+
+
+def test_a_broken_connection_without_a_death_is_told_as_it_is(monkeypatch):
+    monkeypatch.setattr(workers, '_await_death', lambda board, of=workers._await_death: of(board, wait=.5))
+
+    def batches():
+        raise EOFError('of my own')
+        yield
+    board = workers._Board(1)
+    board.notes[0] = torch.tensor([6., time.monotonic(), os.getpid()], dtype=torch.float64)
+    with pytest.raises(EOFError, match='of my own'): next(workers._waited(batches(), board))
+    p = subprocess.Popen([sys.executable, '-c', ''])
+    board.notes[0, 2] = p.pid
+    with pytest.raises(RuntimeError, match=rf'\(pid\(s\) {p.pid}\) exited unexpectedly'): next(workers._waited(batches(), board))
+    p.wait()
+    shutil.rmtree(board.folder)

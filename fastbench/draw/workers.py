@@ -145,8 +145,16 @@ def _waited(it, board):
         board.waiting = True
         try: b = next(it)
         except StopIteration: return
+        except (ConnectionError, EOFError): _await_death(board); raise
         finally: board.waiting = False
         yield b
+
+def _await_death(board, wait=5.):
+    "A connection broke: PyTorch's handler of signals raises here once a worker is gone; without one, say which died"
+    until = monotonic() + wait
+    while monotonic() < until: sleep(.05)
+    dead = [str(int(pid)) for item,_,pid in board.notes.tolist() if item and not _alive(int(pid))]
+    if dead: raise RuntimeError(f'DataLoader worker (pid(s) {", ".join(dead)}) exited unexpectedly')
 
 # %% ../../nbs/draw/07_workers.ipynb #6df8f508
 class WatchedDL(Watched, CopiesAhead, TfmdDL):
