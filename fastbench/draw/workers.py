@@ -109,6 +109,24 @@ def _named_death(board, e, name):
     return StuckWorker(f'a loader died at {", ".join(map(str, at))}: {said}. If memory ran out, use fewer workers; '
                        'otherwise look at that item with num_workers=0')
 
+# %% ../../nbs/draw/07_workers.ipynb #5c1d07aa
+def _await_death(board, wait=5.):
+    "A connection broke: PyTorch's handler of signals raises here once a worker is gone; without one, say which died"
+    until = monotonic() + wait
+    while monotonic() < until: sleep(.05)
+    dead = [str(int(pid)) for item,_,pid in board.notes.tolist() if item and not _alive(int(pid))]
+    if dead: raise RuntimeError(f'DataLoader worker (pid(s) {", ".join(dead)}) exited unexpectedly')
+
+# %% ../../nbs/draw/07_workers.ipynb #5c1d07ac
+def _waited(it, board):
+    while True:
+        board.waiting = True
+        try: b = next(it)
+        except StopIteration: return
+        except (ConnectionError, EOFError): _await_death(board); raise
+        finally: board.waiting = False
+        yield b
+
 # %% ../../nbs/draw/07_workers.ipynb #5956fa74
 class Watched:
     "Lets a loader, the base after this one, name the item at which a worker process hangs or dies"
@@ -139,22 +157,6 @@ class Watched:
             board.over,self.board = True,None
             for o in Path(board.folder).iterdir(): o.unlink()
             os.rmdir(board.folder)
-
-def _waited(it, board):
-    while True:
-        board.waiting = True
-        try: b = next(it)
-        except StopIteration: return
-        except (ConnectionError, EOFError): _await_death(board); raise
-        finally: board.waiting = False
-        yield b
-
-def _await_death(board, wait=5.):
-    "A connection broke: PyTorch's handler of signals raises here once a worker is gone; without one, say which died"
-    until = monotonic() + wait
-    while monotonic() < until: sleep(.05)
-    dead = [str(int(pid)) for item,_,pid in board.notes.tolist() if item and not _alive(int(pid))]
-    if dead: raise RuntimeError(f'DataLoader worker (pid(s) {", ".join(dead)}) exited unexpectedly')
 
 # %% ../../nbs/draw/07_workers.ipynb #6df8f508
 class WatchedDL(Watched, CopiesAhead, TfmdDL):
