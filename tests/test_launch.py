@@ -120,6 +120,16 @@ def test_another_environment_gets_another_interpreter(tmp_path, monkeypatch):
     assert module.start_method() == 'spawn'
 
 
+@pytest.mark.skipif(sys.platform != 'linux', reason='runs are forked on Linux alone')
+def test_the_fork_server_has_imported_what_each_run_would_import():
+    module._start_server()
+    code = "import sys; sys.exit(not {'fastbench.bench.run', 'torch._dynamo'} <= set(sys.modules))"
+    process = multiprocessing.get_context('forkserver').Process(target=exec, args=(code,))
+    with module._no_script(): process.start()
+    process.join(LIMIT)
+    assert process.exitcode == 0
+
+
 # Mistakes and errors
 
 def test_mistakes_come_back_as_what_they_are(tmp_path, monkeypatch, capfd):
