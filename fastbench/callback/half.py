@@ -17,6 +17,7 @@ from ..compat import NormBase, foreach_add_, foreach_copy_
 from .amp import MixedPrecision, Scaler, map_tensors
 from ..errors import UserError
 from ..machine.shards import is_part
+from ..rules import is_number
 
 # %% ../../nbs/callback/13_half.ipynb #ce6f88b2
 def _to(o, dtype): return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, o)
@@ -138,11 +139,9 @@ def _compute(model, dtype, args, kwargs):
 # %% ../../nbs/callback/13_half.ipynb #1cd72e15
 _dtypes = {'bf16': 'bf16', 'fp16': 'fp16', torch.bfloat16: 'bf16', torch.float16: 'fp16'}
 
-def _is_number(o): return isinstance(o, (int, float)) and not isinstance(o, bool)
-
 def _check(dtype, loss_scale, clip):
     if dtype not in _dtypes: raise UserError(f'dtype {dtype!r} cannot be: half precision is bf16 or fp16')
-    if loss_scale not in (None, 'dynamic') and not (_is_number(loss_scale) and 0 < loss_scale < float('inf')):
+    if loss_scale not in (None, 'dynamic') and not (is_number(loss_scale) and 0 < loss_scale < float('inf')):
         raise UserError(f"loss_scale={loss_scale!r} cannot be: it is 'dynamic', a number above 0, or None")
     if clip is not None and not clip > 0:
         raise UserError(f'clip={clip!r} cannot be: the largest norm of the gradients is a number above 0, or None')
@@ -229,7 +228,7 @@ class HalfPrecision(_InWindow):
     ):
         _check(dtype, loss_scale, clip)
         super().__init__(_dtypes[dtype], allow_emulation, **kwargs)
-        self.loss_scale,self.clip,self.static = loss_scale,clip,_is_number(loss_scale)
+        self.loss_scale,self.clip,self.static = loss_scale,clip,is_number(loss_scale)
         if self.static: self.kwargs['init_scale'] = float(loss_scale)
 
     def before_train(self): self._planned = None

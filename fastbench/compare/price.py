@@ -10,13 +10,14 @@ from math import floor, isfinite, log10
 from statistics import mean
 
 from ..errors import UserError
+from ..rules import is_number
 from .verdict import MIN_RUNS, compare_times, signed
 
 # %% ../../nbs/compare/02_price.ipynb #c0fe61aa
 def check_price(price # Of an hour of A, of an hour of B
     )->list: # The two
     "Two prices above zero, or an error in one line"
-    def good(o): return isinstance(o, (int, float)) and not isinstance(o, bool) and isfinite(o) and o > 0
+    def good(o): return is_number(o) and isfinite(o) and o > 0
     pair = list(price) if isinstance(price, (list, tuple)) else [price]
     if len(pair) == 2 and all(map(good, pair)): return pair
     raise UserError(f'price={price!r} cannot be: two prices an hour, of A and of B, both above zero, such as '

@@ -16,6 +16,7 @@ from ..runs.figures import Phases, peaks_of
 from ..measure.palette import axes, beside, colour_of, legend, name_bars, series, stacked_steps, unit_of
 from ..measure.phases import HEAD, LEAVES, Log, Profile, outliers, values
 from ..errors import UserError
+from ..rules import is_number
 from ..runs.record import Run
 from ..measure.table import seconds
 
@@ -198,13 +199,13 @@ def plot_memory(os, # As for `plot_distribution`
     return ax
 
 # %% ../../nbs/page/00_charts.ipynb #8bbc7f27
-def _is_number(v): return isinstance(v, (int, float)) and not isinstance(v, bool) and isfinite(v)
+def _is_finite(v): return is_number(v) and isfinite(v)
 
 def metric_of(runs # `Run`s
     )->str|None: # 'accuracy' if any Run has it, or the first metric, or a loss; None if nothing was measured
     "Choose the metric to draw over time"
     dicts = [d for r in runs for d in (r.metrics, *r.epochs) if isinstance(d, dict)]
-    seen = dict.fromkeys(k for d in dicts for k,v in d.items() if _is_number(v))
+    seen = dict.fromkeys(k for d in dicts for k,v in d.items() if _is_finite(v))
     return min(seen, key=lambda k: (k != 'accuracy', k.endswith('loss'), k != 'valid_loss'), default=None)
 
 # %% ../../nbs/page/00_charts.ipynb #139829a7
@@ -220,7 +221,7 @@ def curve(run:Run, # What was measured
     "Return the values of a metric over time"
     ends,last = accumulate(epoch_seconds(run)),run.metrics.get(metric)
     points = [(at, d.get(metric)) for at,d in zip(ends, run.epochs) if isinstance(d, dict)]
-    return [o for o in points if _is_number(o[1])] or [(run.seconds, last)]*bool(run.seconds and _is_number(last))
+    return [o for o in points if _is_finite(o[1])] or [(run.seconds, last)]*bool(run.seconds and _is_finite(last))
 
 # %% ../../nbs/page/00_charts.ipynb #6c77f808
 def plot_accuracy(runs, # `Run`s

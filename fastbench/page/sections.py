@@ -13,7 +13,7 @@ from statistics import mean
 from fastcore.basics import uniqueify
 
 from ..compare.runs import Compared
-from .charts import _is_number, metric_of
+from .charts import _is_finite, metric_of
 from .html import drawn, h, shortened, table
 from .raw import Seen, as_text
 from ..errors import UserError, listed, plural
@@ -134,7 +134,7 @@ def _facts(side, metric):
     each = [('step', [f.step for f in timed], seconds), ('samples/s', [f.rate for f in timed], rate),
             (metric, [s.run.metrics.get(metric) for s in side.ok], partial(format_metric, name=metric)),
             ('memory', [f.host_memory for f in timed], _mib)]
-    return [(k, _spread(xs, form)) for k,vs,form in each if (xs := [v for v in vs if _is_number(v)])]
+    return [(k, _spread(xs, form)) for k,vs,form in each if (xs := [v for v in vs if _is_finite(v)])]
 
 def _told_fit(fit, side):
     if not fit: return f"{plural(len(side.all), 'Run')}, none that went well"

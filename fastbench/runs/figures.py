@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ..measure.phases import _no_profile, from_dict, notes, rows, stats
 from ..errors import UserError
+from ..rules import is_number
 
 # %% ../../nbs/runs/00_figures.ipynb #07d67df7
 _broken = UserError,ArithmeticError,LookupError,TypeError,ValueError,AttributeError
@@ -47,13 +48,11 @@ def read_phases(d:dict, # What `phases.to_dict` wrote
     except _broken as e: raise UserError(f'{name}: {_no_profile(e)}') from None
 
 # %% ../../nbs/runs/00_figures.ipynb #ac918b4d
-def _is_number(v): return isinstance(v, (int, float)) and not isinstance(v, bool)
-
 def peaks_of(profile # A `Profile`
     )->dict: # host, device: bytes; exact; missing what was not measured
     "Return the peak memory of all fits"
     peaks = [d for d in profile.peaks if isinstance(d, dict)]
-    each = {k: [d[k] for d in peaks if _is_number(d.get(k))] for k in ('host', 'device')}
+    each = {k: [d[k] for d in peaks if is_number(d.get(k))] for k in ('host', 'device')}
     res = {k: max(v) for k,v in each.items() if v}
     return res | dict(exact=all(d.get('host_exact', True) for d in peaks)) if res else {}
 
@@ -72,7 +71,7 @@ class Goal:
     def of(cls, d # A dict, as a file holds it
         ): # None where there is no target
         "Read a goal from a file"
-        known = {k: v for k,v in d.items() if k in cls.__dataclass_fields__ and _is_number(v)}
+        known = {k: v for k,v in d.items() if k in cls.__dataclass_fields__ and is_number(v)}
         return cls(**known) if 'target' in known else None
 
 # %% ../../nbs/runs/00_figures.ipynb #56bbad73

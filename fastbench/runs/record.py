@@ -13,7 +13,8 @@ from datetime import datetime, timezone
 from fastcore.basics import patch
 
 from ..errors import UserError
-from .figures import Figures, Goal, Phases, _is_number, measured, read_phases
+from ..rules import is_number
+from .figures import Figures, Goal, Phases, measured, read_phases
 from ..recipe import upgrade
 from ..measure.table import Table, seconds
 
@@ -133,7 +134,7 @@ def figures_of(self:Run, phases:Phases|None # Its own, read before
     got = {k: v for k in ('accuracy', 'perplexity') if isinstance(v := self.metrics.get(k), (int, float))}
     got |= measured(phases) if phases else {k: (self._pace or {}).get(o) for k,o in _stored.items()}
     each = [o.get('samples_per_second') if isinstance(o, dict) else None for o in self.ranks]
-    if each: got['rate'] = sum(each) if all(o and _is_number(o) for o in each) else None
+    if each: got['rate'] = sum(each) if all(o and is_number(o) for o in each) else None
     return Figures(bs=self.recipe.get('bs'), seconds=self.seconds, goal=Goal.of(self.goal), **got)
 
 @patch(as_prop=True)
