@@ -41,7 +41,7 @@ def _is(v, kind): return isinstance(v, kind) and not isinstance(v, bool)
 def is_number(v # Anything
     )->bool: # True for NaN and infinity, too
     "Is it a number?"
-    return _is(v, Real)
+    return _is(v, (int, float))
 
 def whole(lo:int # The smallest
     )->tuple: # The check, the words for it

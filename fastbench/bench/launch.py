@@ -128,7 +128,6 @@ class Signals:
         finally: self._raise = False
 
 # %% ../../nbs/bench/03_launch.ipynb #572357e2
-_PRELOADED = 'fastbench.bench.imports','torch._dynamo'
 # quiet imports, and none from the current folder
 _BIRTH = dict(PYTHONWARNINGS='ignore::FutureWarning', PYTHONSAFEPATH='1')
 
@@ -136,7 +135,7 @@ def _born_with(): return {k: os.environ.get(k) for k in _BIRTH}
 
 def _start_server():
     from multiprocessing import forkserver, resource_tracker
-    multiprocessing.set_forkserver_preload([*_PRELOADED])
+    multiprocessing.set_forkserver_preload(['fastbench.bench.imports', 'torch._dynamo'])
     resource_tracker.ensure_running()  # clears the mask while it starts
     old = _born_with()
     with _deaf():

@@ -14,6 +14,7 @@ from statistics import NormalDist, mean, median, variance
 
 from ..measure.phases import outliers
 from ..errors import UserError, plural
+from ..rules import is_number
 
 # %% ../../nbs/compare/00_verdict.ipynb #a8d71f7a
 def _fraction(a, b, x):
@@ -179,7 +180,7 @@ def compare_times(a:list, # Seconds, one value a run
 
 # %% ../../nbs/compare/00_verdict.ipynb #a8664b2b
 def _limit(threshold):
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < 1:
+    if not is_number(threshold) or not 0 <= threshold < 1:
         raise UserError(f'threshold={threshold!r} cannot be: a share from 0 to below 1, .01 is 1%')
     return log1p(threshold)
 

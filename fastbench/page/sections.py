@@ -17,6 +17,7 @@ from .charts import _is_finite, metric_of
 from .html import drawn, h, shortened, table
 from .raw import Seen, as_text
 from ..errors import UserError, listed, plural
+from ..rules import is_number
 from ..runs.record import STATUSES
 from ..compare.sides import NotComparable, _differ, work
 from ..measure.table import rate, seconds
@@ -78,7 +79,7 @@ def format_metric(v, # A value of a metric
                   name:str='', # The metric
     )->str:
     "Format a metric for reading"
-    if isinstance(v, bool) or not isinstance(v, (int, float)): return shortened(v, 24)
+    if not is_number(v): return shortened(v, 24)
     return f'{v:.2%}' if name == 'accuracy' else f'{v:.4g}'
 
 # %% ../../nbs/page/03_sections.ipynb #4df862bf

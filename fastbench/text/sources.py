@@ -16,6 +16,7 @@ from ..errors import UserError, unknown
 from ..data.parts import check_trained
 from ..data.place import is_path, only_with_path, path_hint
 from ..data.texts import own_texts
+from ..rules import is_number
 from .docstrings import group_texts, package_docstrings, package_versions, packages
 from .reviews import fingerprint, make_reviews
 from .split import Texts, TextSet, TextSource, read_table, read_text, split_texts
@@ -125,7 +126,7 @@ def _check_ask(source, split, sample, n):
     "Check the arguments for `source`, None for a path"
     if split not in ('own', 'pooled'):
         raise UserError(f"split={split!r} cannot be: 'own', or 'pooled' for 70, 10 and 20% of all texts")
-    if isinstance(sample, bool) or not isinstance(sample, (int, float)) or not 0 < sample <= 1:
+    if not is_number(sample) or not 0 < sample <= 1:
         raise UserError(f'sample={sample!r} cannot be: it is a share above 0, up to 1')
     if n is None: return
     if not source or not source.n:
