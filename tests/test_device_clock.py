@@ -22,15 +22,19 @@ LAUNCHES = dict(forward=200, backward=400, step=60)
 
 class Batches(list):
     "A loader: the host draws for `draw` seconds, copies, and augments on the device"
-    def __init__(self, sim, batches, draw, copy, augment, kernel, pageable):
+    def __init__(self, sim, batches, draw, copy, augment, kernel, pageable, pin):
         super().__init__(batches)
-        self.sim, self.draw, self.copy, self.augment, self.kernel, self.pageable = sim, draw, copy, augment, kernel, pageable
+        self.sim, self.draw, self.copy, self.augment, self.kernel, self.pageable, self.pin = sim, draw, copy, augment, kernel, pageable, pin
 
     def __iter__(self):
         for b in super().__iter__():
             self.sim.phase('draw')
             self.sim.clock.sleep(self.draw)
-            if self.copy:
+            if self.pin:
+                with copying(beside=True):
+                    self.sim.clock.sleep(self.pin)
+                    self.sim.copy(self.copy, blocking=False, stream=self.sim.copies)
+            elif self.copy:
                 with copying(): self.sim.copy(self.copy, blocking=self.pageable)
             if self.augment: self.sim.launch(self.augment, self.kernel)
             yield b
@@ -45,7 +49,7 @@ class Truth(Callback):
     def after_train(self): self.sim.waits_in_training = self.sim.waits
 
 
-def fit(loop=FastLoop, launch=10e-6, kernel=2e-6, draw=0., augment=0, copy=0., pageable=True, n=40, sync=False, can_hold=True, callbacks=0, monkeypatch=None, epochs=1):
+def fit(loop=FastLoop, launch=10e-6, kernel=2e-6, draw=0., augment=0, copy=0., pageable=True, n=40, sync=False, can_hold=True, callbacks=0, monkeypatch=None, epochs=1, pin=0.):
     "A fit on a simulated device: rows of the table, and the simulation"
     sim = Device(launch=launch)
     queue = Queue(sim, can_hold)
@@ -60,7 +64,7 @@ def fit(loop=FastLoop, launch=10e-6, kernel=2e-6, draw=0., augment=0, copy=0., p
         def after_batch(self):
             if callbacks and self.training: sim.launch(callbacks, kernel)
             if sync: sim.sync()
-    data = Batches(sim, [(torch.randn(4, 2), torch.zeros(4, dtype=torch.long))]*n, draw, copy, augment, kernel, pageable)
+    data = Batches(sim, [(torch.randn(4, 2), torch.zeros(4, dtype=torch.long))]*n, draw, copy, augment, kernel, pageable, pin)
     learn = loop(DataLoaders(data, [], device=torch.device('cpu')), Net(), loss_func=nn.CrossEntropyLoss(), opt_func=SGD, cbs=[Truth(sim), Callbacks()])
     backward, step = learn._backward, learn._step
     learn._backward = lambda: (sim.launch(LAUNCHES['backward'], kernel), backward())
@@ -141,6 +145,18 @@ def test_the_copy_is_no_wait_for_the_loader():
     table, *_ = fit(kernel=40e-6, copy=2e-3)
     assert row(table, 'to_device', 'mean') > .7*row(table, 'step', 'mean') and row(table, 'draw', 'mean') < 1e-4
     assert 1e3*row(table, 'to_device') == pytest.approx(2, rel=.01)
+
+
+@pytest.mark.parametrize('kernel', [2e-6, 40e-6])
+@pytest.mark.parametrize('pin', [1e-3, 5e-3])
+@pytest.mark.parametrize('loop', [Learner, FastLoop])
+def test_a_copy_beside_the_computation_is_no_work_of_the_device(loop, pin, kernel):
+    "The host pins the batch, and a device that has caught up waits for that: an H200 was said to work on its input for a third of a step"
+    table, sim, _ = fit(loop, kernel=kernel, copy=60e-6, pin=pin)
+    assert row(table, 'to_device', 'mean') == pytest.approx(pin, rel=.05)
+    assert row(table, 'to_device', 'device_busy') < 1e-5 and row(table, 'step', 'device_busy') is not None
+    got, want = parts(table), truth(sim, 0, 0, kernel)
+    assert got['input-bound on the device'] < .01 and got['input-bound'] == pytest.approx(want['input-bound'], abs=.05)
 
 
 @pytest.mark.parametrize('kwargs', [dict(), dict(kernel=40e-6), dict(draw=5e-3, augment=300), dict(kernel=10e-6)])

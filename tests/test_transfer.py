@@ -1,6 +1,8 @@
 "Batches reach a (pretended) GPU without a wait, in the right order, as they are on a CPU"
 import gc
 import os
+import subprocess
+import sys
 from functools import cache
 
 import pandas as pd
@@ -169,6 +171,25 @@ def test_containers_and_types(gpu):
     assert not gpu.waits
 
 
+@pytest.mark.parametrize('make', [lambda: torch.rand(2, 3, 4, 5), lambda: torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last), lambda: torch.rand(6, 4)[1:5], lambda: torch.tensor(3.),
+                                  lambda: torch.empty(0, 4), lambda: torch.tensor([True, False]), lambda: torch.rand(5).bfloat16(), lambda: torch.rand(4, dtype=torch.complex64),
+                                  lambda: torch.rand(3, requires_grad=True), lambda: TensorImage(torch.arange(12, dtype=torch.uint8).reshape(1, 3, 2, 2), title='an image')])
+def test_one_thread_pins_a_batch(gpu, monkeypatch, make):
+    x = make()
+    monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda *args: pytest.fail('by all threads'))
+    y = pinned(x)
+    assert y.is_pinned() and y.equal(x) and y.stride() == x.stride() and y.dtype == x.dtype and type(y) is type(x) and getattr(y, 'title', None) == getattr(x, 'title', None)
+    if x.numel(): assert y.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize('make', [lambda: torch.rand(6, 4).T, lambda: torch.rand(6, 8)[:, ::2], lambda: torch.zeros(2**24 + 1, dtype=torch.uint8)])
+def test_pytorch_pins_what_is_large_or_scattered(gpu, monkeypatch, make):
+    x, seen, own = make(), [], torch.Tensor.pin_memory
+    monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda o, *args: seen.append(o) or own(o, *args))
+    y = pinned(x)
+    assert y.is_pinned() and y.equal(x) and len(seen) == 1
+
+
 def test_what_is_pinned_already_is_not_copied(gpu):
     x = torch.ones(3).pin_memory()
     assert pinned(x) is x and pinned(torch.ones(3)).is_pinned()
@@ -185,10 +206,10 @@ def test_the_device_of_the_tensor_is_meant_and_not_the_current_one(gpu):
 
 def test_begin_and_end_of_a_copy_are_told(gpu):
     told = []
-    token = on_copy.set((lambda: told.append('begin'), lambda: told.append('end')))
+    token = on_copy.set((lambda beside=False: told.append('beside' if beside else 'begin'), lambda: told.append('end')))
     try:
         for b in batches_on([torch.ones(2), torch.ones(2)], CUDA): told.append('used')
-        assert told == ['begin', 'end', 'used', 'begin', 'end', 'used']
+        assert told == ['beside', 'end', 'used', 'beside', 'end', 'used']
         told.clear()
         list(batches_on([torch.ones(2, device=CUDA)], CUDA))
         list(batches_on([torch.ones(2)], 'cpu'))
@@ -237,3 +258,29 @@ def test_a_worker_leaves_the_garbage_of_its_parent_alone(tmp_path):
     assert [b.tolist() for b in DataLoader(Collects(), bs=2, num_workers=1)] == [[0, 1], [2, 3]]
     gc.collect()
     assert set((tmp_path/'freed').read_text().split()) == {str(os.getpid())}
+
+
+COLLECTS_AT_ONCE = """
+import gc, os, sys
+def much(): [[] for _ in range(10**5)]  # a library's own preparation for forks, in which a collection is due
+os.register_at_fork(after_in_child=much)
+sys.path.insert(0, sys.argv[1])
+import torch
+from pretend import pretend
+from fastbench.train.transfer import batches_on
+with pretend(): list(batches_on([torch.zeros(2)], torch.device('cuda', 0)))
+class Freed:
+    def __del__(self): print(os.getpid() == parent, flush=True)
+parent, cycle = os.getpid(), [Freed()]
+cycle.append(cycle)
+del cycle
+pid = os.fork()
+if not pid: os._exit(int(not gc.isenabled()))
+assert os.waitpid(pid, 0)[1] == 0 and gc.isenabled()
+gc.collect()
+"""
+
+
+def test_a_collection_that_is_due_waits_until_a_fork_has_frozen_its_garbage(root):
+    out = subprocess.run([sys.executable, '-c', COLLECTS_AT_ONCE, str(root/'tests')], capture_output=True, text=True)
+    assert out.stdout.split() == ['True'], out.stdout + out.stderr

@@ -13,7 +13,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastcore.basics import patch
 
 from ..compat import pause_stream
-from .stopwatch import CLOSE, DRAW, END
+from .stopwatch import CLOSE, COPY, COPY_BESIDE, DRAW, DRAWN, END
 from .phases import Col
 
 # %% ../../nbs/measure/07_clock.ipynb #746e6734
@@ -77,17 +77,18 @@ LAUNCH = 20e-6  # seconds until a launch reaches the device, at most
 class Intervals(list):
     "Intervals between the events of a step, each as (column, host, device, waited, began)"
     # column: None for a pause; host, device: seconds; waited: of them, at most; began: when, on the device
-    def __init__(self, edges, # For each: (event, host time, column that ended there, seconds of a pause)
+    def __init__(self, edges, # For each: (event, host time, column that ended there, seconds of a pause, share waited)
                  anchor=None, # (event in the side stream, host time)
         ):
         (e,at,*_),*rest = edges
         since,offset = (anchor[0].elapsed_time,anchor[1]) if anchor else (e.elapsed_time,0.)
         self.begins = began = since(e)/1e3 + offset
         self.lag = began - at
-        for e,now,column,_ in rest:
+        for e,now,column,_,*known in rest:
             ends = since(e)/1e3 + offset
             took,free = ends - began,now - began
-            waited = (free if free < took else took) if anchor else 0.
+            if known and known[0] is not None: waited = known[0]*took
+            else: waited = (free if free < took else took) if anchor else 0.
             self.append((column, now - at, took, waited if waited > LAUNCH else 0., began))
             at,began = now,ends
 
@@ -115,7 +116,7 @@ class Holds:
         "Plan the pauses of the next step"
         if self.plain[phase] < 2: return None
         seen = self.seen[phase]
-        want = {c for c,_,_,waited,_ in seen if waited and self._wanted(phase, c)}
+        want = {c for c,_,_,waited,_ in seen if waited and self._wanted(phase, c) and c != Col.to_device}
         want -= {c for c,took,*_ in seen if took > self.longest}
         if not want: return None
         self.plain[phase] = 0
@@ -153,7 +154,7 @@ class DeviceClock:
         if m == DRAW and self.queue.side is not None: self.next_anchor = self._record(self.queue.beside, watch.clock)
         e,at = self.pool.pop() if self.pool else self.queue.event(),watch.clock()
         self.queue.record(e)
-        edge = e,at,column[last],0.
+        edge = e,at,column[last],0.,_WAITED.get(last)
         self.step.append(edge)
         if m in _ends: self._close(m, edge, watch.phase)
         if self.plan: self._hold(watch, column[m])
@@ -176,6 +177,7 @@ class DeviceClock:
             self.step.append((*self._record(self.queue.record, watch.clock), None, seconds))
 
 _ends = frozenset((DRAW, END, CLOSE))
+_WAITED = {DRAWN: 0., COPY: 0., COPY_BESIDE: 1.}  # share of a copy in which the device waited for the host
 
 # %% ../../nbs/measure/07_clock.ipynb #c80a66e8
 @patch

@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from torch import Tensor
 from ..compat import batch_iterators, remember_pass
 from ..machine.group import before_fork
-from .stopwatch import CLOSE, COPY, DRAW, DRAWN, END, ITER, STARTED, Stopwatch
+from .stopwatch import CLOSE, COPY, COPY_BESIDE, DRAW, DRAWN, END, ITER, STARTED, Stopwatch
 
 # %% ../../nbs/measure/06_loader.ipynb #19b76ce0
 _clocked = ('cuda', 'xpu', 'mps')  # a number copied from there is read after the step's last event
@@ -41,16 +41,17 @@ def batch_size(b # A batch: tensors in tuples, lists and dicts
     return (shape[0] if shape else 1 if b is not None else 0), 0, 0
 
 # %% ../../nbs/measure/06_loader.ipynb #0b9ca1eb
-# (begin, end): called around each copy of a batch to the device
+# (begin, end): called around each copy of a batch to the device; begin with True where it is a copy beside
 on_copy = ContextVar('fastbench_on_copy', default=None)
 
 @contextmanager
-def copying():
+def copying(beside:bool=False # Does it run beside the computation, so that neither host nor device waits for the other?
+    ):
     "Announce a copy of a batch to the device"
     told = on_copy.get()
     if told is None: yield
     else:
-        told[0]()
+        told[0](*[True]*beside)
         try: yield
         finally: told[1]()
 
@@ -153,7 +154,8 @@ def _begin(self:TimedLoader):
 @patch
 def _told(self:TimedLoader, it):
     "Mark the copies inside `next`"
-    copy = (lambda: self.watch.interrupt(COPY)),self.watch.resume
+    def begin(beside=False): self.watch.interrupt(COPY_BESIDE if beside else COPY)
+    copy = begin,self.watch.resume
     while True:
         token = on_copy.set(copy)
         try: b = next(it)

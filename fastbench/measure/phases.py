@@ -31,6 +31,7 @@ class Col:
     "Column indices of a step's row that all phases with steps share"
     warmup,samples,tokens,step,slots = range(len(HEAD))
     compile,start,stop = -3,-2,-1
+    to_device = len(HEAD)+1
     size = [samples, tokens, slots]  # how large the batch was
 
 # %% ../../nbs/measure/00_phases.ipynb #d1757422
@@ -222,9 +223,9 @@ def device_stats(profile, # A `Profile`
 def _split(profile, phase, action, mean):
     "(waiting at most, computing or None if unknown)"
     n,most = _measured(profile.waited[phase], action)
-    # in a copy that blocks, the host waits for the device, not the device for the host
-    if action == 'to_device' or not n: return 0.,mean
+    if not n: return 0.,mean
     most *= n/_measured(profile.device[phase], action)[0]
+    if action == 'to_device': return most,mean - most  # known: of a copy that blocks 0, of one beside all
     held,least = _measured(profile.held.get(phase), action)
     if not held: return most,mean - most if most <= .05*mean else None
     busy = min(max(least, mean - most), mean)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['EVENTS', 'FIRST', 'LAST', 'ITER', 'DRAW', 'STARTED', 'DRAWN', 'END', 'CLOSE', 'UNSCALE', 'UNSCALED', 'COMPILE',
-           'COPY', 'BUFFER_SYNC', 'LOSS_SYNC', 'GRADIENT_SYNC', 'STEP_SYNC', 'N_MARKS', 'AFTER', 'COLUMN', 'Stopwatch',
-           'ManualClock']
+           'COPY', 'BUFFER_SYNC', 'LOSS_SYNC', 'GRADIENT_SYNC', 'STEP_SYNC', 'COPY_BESIDE', 'N_MARKS', 'AFTER',
+           'COLUMN', 'Stopwatch', 'ManualClock']
 
 # %% ../../nbs/measure/05_stopwatch.ipynb #efd9512c
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ EVENTS = [o for o in vars(event) if o.startswith(('before_', 'after_'))]
 FIRST = {o: 2*i for i,o in enumerate(EVENTS)}
 LAST = {o: 2*i+1 for i,o in enumerate(EVENTS)}
 ITER,DRAW,STARTED,DRAWN,END,CLOSE,UNSCALE,UNSCALED,COMPILE,COPY = range(2*len(EVENTS), 2*len(EVENTS)+10)
-BUFFER_SYNC,LOSS_SYNC,GRADIENT_SYNC,STEP_SYNC = range(COPY+1, COPY+5)
-N_MARKS = STEP_SYNC+1
+BUFFER_SYNC,LOSS_SYNC,GRADIENT_SYNC,STEP_SYNC,COPY_BESIDE = range(COPY+1, COPY+6)
+N_MARKS = COPY_BESIDE+1
 
 # %% ../../nbs/measure/05_stopwatch.ipynb #700bc51a
 _after_event = dict(before_batch='forward', after_pred='loss', before_backward='backward', before_step='opt_step',
                     after_step='zero_grad', before_train='start', before_validate='start')
 AFTER = {m: 'callbacks' for m in FIRST.values()} | {LAST[e]: a for e,a in _after_event.items()} | {
     ITER: 'start', DRAW: 'draw', STARTED: 'draw', DRAWN: 'to_device', END: 'stop', CLOSE: 'stop',
-    UNSCALE: 'opt_step', UNSCALED: 'callbacks', COMPILE: 'compile', COPY: 'to_device'} | {
+    UNSCALE: 'opt_step', UNSCALED: 'callbacks', COMPILE: 'compile', COPY: 'to_device', COPY_BESIDE: 'to_device'} | {
     BUFFER_SYNC+i: a for i,a in enumerate(SYNCS)}
 
 # %% ../../nbs/measure/05_stopwatch.ipynb #c179bb71
