@@ -3,6 +3,7 @@
     pip install 'fastbench[jpeg]'
     python benchmarks/draw.py decode
     python benchmarks/draw.py rows
+    python benchmarks/draw.py threads
     python benchmarks/draw.py loader
     python benchmarks/draw.py accuracy
 
@@ -10,6 +11,7 @@ JPEGs of about 400x350 pixels and 78 KB, made from the two photographs that come
 
 decode: one thread, from bytes in memory to the middle of the image at 128 pixels, as `Resize(128)` has it; seconds are the processor's. Bar: this runs at 0.85 or more of the rate of a bare decode at half size, the fastest that is installed; and the mean difference from Pillow's bilinear result is at most 5/255.
 rows: one thread, random crops of `RandomResizedCrop(128)`, with the rows below a crop decoded and without. No bar; the pixels must be the same.
+threads: every decoder in one, four and as many threads as there are cores, and where there is a GPU also while it multiplies matrices. No bar.
 loader: an epoch with 2 threads, beside an epoch of fastai's loader with 2 worker processes. Bar: 4 times as fast, with fastai's default augmentation (`aug_transforms`) and without. Two crops are shown: `Resize`, for which every image can be halved,
 and `RandomResizedCrop`, for which only the larger crops can. The default augmentation is `aug_transforms` on fastai's side and `batch_augment` with the same distributions on ours. Where another program
 has a core, the processor's seconds for an image say more than the clock: both are printed, the verdict is by the clock.
@@ -28,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import mean, median, quantiles, stdev
-from time import process_time
+from time import perf_counter, process_time
 
 if 'accuracy' not in sys.argv: os.environ.setdefault('OMP_NUM_THREADS', '1')  # per core
 warnings.filterwarnings('ignore')
@@ -51,6 +53,7 @@ from fastbench.draw.cut import CropPlan, cut
 from fastbench.draw.decode import decoders, read_header
 from fastbench.draw.fast import fast_images
 from fastbench.draw.fastest import choose_decoder
+from fastbench.machine.environment import worker_cores
 from fastbench.runs.store import load
 
 SIDE = 128
@@ -136,6 +139,27 @@ def bench_rows(args):
         ok &= same
         print(f'RandomResizedCrop({SIDE}, min_scale={least}), {decoder.name}: {got:.3g} times as fast without the rows below ({lo:.3g} to {hi:.3g}); same pixels: {"yes" if same else "NO"}', flush=True)
     return ok
+
+
+def bench_threads(args):
+    "Images a second of each decoder; `auto` goes by these, and nvJPEG's is the same for any number of threads"
+    data, gpu = jpegs(args.images), torch.cuda.is_available()
+    big = torch.randn(8192, 8192, device='cuda') if gpu else None
+    def rate(decoder, threads, busy=False):
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in range(60*busy): big @ big
+            start = perf_counter()
+            for _ in pool.map(lambda o: decoder.decode(o, 2 if 2 in decoder.divisors else 1, False), data): pass
+            took = perf_counter() - start
+        if gpu: torch.cuda.synchronize()
+        return round(len(data)/took)
+    for decoder in (o for o in decoders.values() if not o.missing()):
+        rate(decoder, 1)
+        for threads in sorted({1, 4, worker_cores()}):
+            rates = [rate(decoder, threads) for _ in range(args.rounds)]
+            beside = f', {median(rate(decoder, threads, True) for _ in range(args.rounds)):g} while the GPU is busy' if gpu else ''
+            print(f'{decoder.name}, {threads} thread{"s"*(threads > 1)}: {median(rates):g} images a second{beside}', flush=True)
+    return True
 
 
 def folder_of(data, path):
@@ -228,15 +252,15 @@ def told(d):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('part', choices=['decode', 'rows', 'loader', 'accuracy'])
-    parser.add_argument('--images', type=int, help='default: 96 to decode and for rows, 640 to load')
-    parser.add_argument('--rounds', type=int, help='default: 30 to decode, 12 for rows, 4 to load, 5 pairs to train')
+    parser.add_argument('part', choices=['decode', 'rows', 'threads', 'loader', 'accuracy'])
+    parser.add_argument('--images', type=int, help='default: 96 to decode and for rows, 256 for threads, 640 to load')
+    parser.add_argument('--rounds', type=int, help='default: 30 to decode, 12 for rows, 3 for threads, 4 to load, 5 pairs to train')
     parser.add_argument('--workers', type=int, default=2, help='worker processes of fastai, threads of ours')
     parser.add_argument('--epochs', type=int, help='of each training; default: those of the recipe')
     parser.add_argument('--sample', type=float, help='share of the images, to try it; default: all')
     parser.add_argument('--margin', type=float, default=.03, help='difference in accuracy that does not matter, as a share')
     args = parser.parse_args()
-    run, images, rounds = dict(decode=(bench_decode, 96, 30), rows=(bench_rows, 96, 12), loader=(bench_loader, 640, 4), accuracy=(bench_accuracy, 0, 5))[args.part]
+    run, images, rounds = dict(decode=(bench_decode, 96, 30), rows=(bench_rows, 96, 12), threads=(bench_threads, 256, 3), loader=(bench_loader, 640, 4), accuracy=(bench_accuracy, 0, 5))[args.part]
     args.images, args.rounds = args.images or images, args.rounds or rounds
     if args.part != 'accuracy': torch.set_num_threads(1)
     sys.exit(0 if run(args) else 1)

@@ -106,7 +106,7 @@ def test_golden(name, kind, gray):
 def test_smaller_ones_are_the_same_picture(name, divisor, kind):
     data = GOLDEN[kind]()
     want, got = as_fastai(data, False), decode(data, decoders[name], divisor)
-    if divisor not in decoders[name].divisors: assert got.shape == want.shape
+    if divisor not in decoders[name].divisors or not read_header(data).plain: assert got.shape == want.shape
     elif kind != 'thin': assert got.shape[:2] == tuple(-(-o//divisor) for o in want.shape[:2])
     d = round(want.shape[1]/got.shape[1])  # Pillow's draft takes a smaller divisor where a side is very short
     h, w = want.shape[0]//d, want.shape[1]//d  # without the blocks at the edge that reach over it
@@ -238,10 +238,35 @@ def test_unknown_and_missing_decoders():
     finally: del decoders['nowhere']
 
 
-def test_nvjpeg():
+def test_colours_that_are_stored_as_such_are_left_to_pillow():
+    "nvJPEG takes them for brightness and two differences, as most files have it"
+    assert not read_header(GOLDEN['coded_rgb']()).plain
+    assert read_header(GOLDEN['plain']()).plain and read_header(saved(photo().convert('L'))).plain
+
+
+def without_nvjpeg():
     if why := decoders['nvjpeg'].missing(): pytest.skip(why)
+
+
+@pytest.mark.filterwarnings('ignore:Palette images')
+@pytest.mark.parametrize('kind', GOLDEN)
+def test_nvjpeg_of_cuda(kind):
+    without_nvjpeg()
+    test_golden('nvjpeg', kind, False)
+    test_golden('nvjpeg', kind, True)
+
+
+def test_nvjpeg_of_cuda_waits_for_no_training():
+    import torch
+    without_nvjpeg()
     data = GOLDEN['plain']()
-    assert np.abs(decode(data, decoders['nvjpeg']).astype(int) - decode(data)).mean() < 3
+    decode(data, decoders['nvjpeg'])
+    torch.cuda._sleep(4*10**9)  # cycles: two seconds
+    step = torch.cuda.Event()
+    step.record()
+    decode(data, decoders['nvjpeg'])
+    assert not step.query()
+    torch.cuda.synchronize()
 
 
 # The fastest
@@ -250,6 +275,14 @@ def planted(monkeypatch, **rates):
     asked = []
     monkeypatch.setattr(fastest, 'time_decoders', lambda divisor=2, **kwargs: asked.append(divisor) or rates)
     return asked
+
+
+def test_auto_counts_what_all_threads_share_once(home, monkeypatch):
+    planted(monkeypatch, nvjpeg=900, pillow=500)
+    monkeypatch.setattr(fastest, 'worker_cores', lambda: 1)
+    assert choose_decoder().decoder.name == 'nvjpeg'
+    monkeypatch.setattr(fastest, 'worker_cores', lambda: 2)
+    assert choose_decoder().decoder.name == 'pillow' and 'nvjpeg 450' in str(choose_decoder())
 
 
 def test_auto_is_measured_once_per_machine(home, monkeypatch):

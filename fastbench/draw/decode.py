@@ -9,6 +9,7 @@ __all__ = ['decoders', 'CorruptImage', 'unreadable', 'Header', 'jpeg_header', 'r
 # %% ../../nbs/draw/00_decode.ipynb #3f620dc2
 import io, re, struct, threading
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Callable, NamedTuple
 
@@ -49,13 +50,14 @@ def jpeg_header(data:bytes # Of the file
     )->Header|None: # None: not a JPEG, or not one that can be read
     "Width, height and kind of a JPEG"
     if data[:3] != b'\xff\xd8\xff': return None
-    i,n = 2,len(data)
+    i,n,rgb = 2,len(data),False
     while i+10 <= n and data[i] == 0xFF:
         kind = data[i+1]
         if kind in _FRAMES:
             depth,h,w,parts = struct.unpack_from('>BHHB', data, i+4)
-            plain = depth == 8 and parts in (1, 3) and w > 0 and h > 0
+            plain = depth == 8 and parts in (1, 3) and w > 0 and h > 0 and not (parts == 3 and rgb)
             return Header('jpeg', w, h, plain, i+5 if kind == 0xC0 else 0)
+        if kind == 0xEE and data[i+4:i+9] == b'Adobe': rgb = data[i+15:i+16] == b'\0'  # not as brightness and colour
         i += 1 if kind == 0xFF else 2 + (data[i+2]<<8 | data[i+3])
     return None
 
@@ -80,6 +82,7 @@ class Decoder:
     exact: bool = False # Is every pixel Pillow's?
     reuses: bool = False # Does it take memory to write into, `buffer`, and height and width of the result, `size`?
     stops: bool = False # Can it be told that a file goes on below the last row, `whole=False`?
+    shared: bool = False # Does it decode no faster with more threads?
     missing: Callable = lambda: '' # What keeps it from working here, in words; '': nothing
 
 decoders = {} # name -> `Decoder`
@@ -153,8 +156,15 @@ def _no_nvjpeg():
     if not torch.cuda.is_available(): return 'nvJPEG needs a CUDA GPU, and PyTorch sees none'
     return _no_torchvision()
 
-@decoder('nvjpeg', formats=('jpeg',), missing=_no_nvjpeg)
-def _nvjpeg(data, divisor=1, gray=False): return _torchvision_on(data, gray, 'cuda')
+@cache
+def _stream():
+    import torch
+    return torch.cuda.Stream()
+
+@decoder('nvjpeg', formats=('jpeg',), shared=True, missing=_no_nvjpeg)
+def _nvjpeg(data, divisor=1, gray=False):
+    import torch
+    with torch.cuda.stream(_stream()): return _torchvision_on(data, gray, 'cuda')
 
 # %% ../../nbs/draw/00_decode.ipynb #4ac1434c
 class Scratch(threading.local):

@@ -17,6 +17,7 @@ from PIL import Image
 
 from ..errors import UserError
 from ..machine.download import cache_dir
+from ..machine.environment import worker_cores
 from .decode import Decoder, decode, decoders, get_decoder
 
 # %% ../../nbs/draw/01_fastest.ipynb #3cfb540c
@@ -39,7 +40,7 @@ def time_decoders(names=None, # Of decoders; None: all that work here
                   divisor:int=2, # Divide the size by it, where the decoder can
                   rounds:int=5, # Turns that each has, after one that does not count
     )->dict: # name -> images a second, the fastest first
-    "Measure how many JPEGs per second each decoder reads on one core"
+    "Measure how many JPEGs per second each decoder reads in one thread"
     if names is None: names = [o.name for o in decoders.values() if not o.missing()]
     data,best = sample_jpegs(),{o: float('inf') for o in names}
     for i in range(rounds+1):
@@ -92,6 +93,14 @@ def _rates(divisor, again):
         _measured[key] = kept[key]
     return _measured[key]
 
+# %% ../../nbs/draw/01_fastest.ipynb #nvjper02
+def _per_core(rates):
+    "(name, rate) of the decoders, the fastest first; one that all threads share counts once for all cores"
+    n = worker_cores()
+    known = [(k, round(v/n) if decoders[k].shared else v) for k,v in rates.items() if k in decoders]
+    return sorted(known, key=lambda o: -o[1])
+
+# %% ../../nbs/draw/01_fastest.ipynb #nvjper04
 def choose_decoder(name='auto', # A decoder's name; auto: the fastest that is installed here
                    exact:bool=False, # Every pixel must be Pillow's
                    again:bool=False, # Measure anew
@@ -103,8 +112,7 @@ def choose_decoder(name='auto', # A decoder's name; auto: the fastest that is in
         raise UserError(f"decoder={name!r} cannot be exact: its pixels may differ from Pillow's by a little. "
                         "Use decoder='pillow', or leave exact=False")
     if name != 'auto': return Choice(get_decoder(name), 'as asked')
-    rates = {k: v for k,v in _rates(2, again).items() if k in decoders}
-    first,*others = rates.items()
+    first,*others = _per_core(_rates(2, again))
     than = ', '.join(f'{k} {v}' for k,v in others)
     why = f'the fastest here: {first[1]} JPEGs of 400x350 a second and core at half size; {than}'
     return Choice(decoders[first[0]], why)
