@@ -98,7 +98,7 @@ def _no_script():
 class CannotStart(UserError):
     "The process for the run could not be started"
 
-class Interrupted(Exception):
+class Interrupted(BaseException):
     "A signal ended the run; `path` is the Run with what was measured, or None"
     def __init__(self, signum, # Number of the signal
                  path=None, # File of the Run

@@ -15,6 +15,7 @@ from fastcore.basics import patch
 from .. import __version__
 from ..machine.environment import device_info, environment
 from ..page.html import page, table, tag
+from ..bench.launch import Interrupted
 from ..errors import UserError, unknown
 from ..runs.record import Run
 from ..runs.store import load
@@ -89,7 +90,7 @@ def _without(name, verdict, why): # why it was not tried
 def _unless_ended(signals, name, *args):
     try:
         with signals.raising(): row = _one(name, *args)
-    except Exception: # as it began or ended
+    except (Exception, Interrupted): # as it began or ended
         if not signals.got: raise
     return _without(name, 'not run', 'ended by ' + signal.Signals(signals.got[0]).name) if signals.got else row
 
