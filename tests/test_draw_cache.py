@@ -443,6 +443,21 @@ def test_things_that_code_refers_to_can_be_told():
     assert fingerprint(describe(Transform(f))) == fingerprint(describe(Transform(f)))
 
 
+def test_a_package_counts_by_its_version_wherever_pip_has_put_it(tmp_path, monkeypatch):
+    "`pip install --target`: its code may hold what cannot be told, such as a lock; own code beside it counts by its source"
+    (tmp_path/'far_away').mkdir()
+    code = 'import threading\nlock = threading.Lock()\ndef soften(x):\n    with lock: return x\n'
+    for o in ('far_away/__init__.py', 'beside_it.py'): (tmp_path/o).write_text(code)
+    info = tmp_path/'far_away-1.5.dist-info'
+    info.mkdir()
+    (info/'METADATA').write_text('Metadata-Version: 2.1\nName: far-away\nVersion: 1.5\n')
+    (info/'RECORD').write_text('far_away/__init__.py,,\nfar_away-1.5.dist-info/METADATA,,\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    import beside_it, far_away
+    assert 'far_away 1.5' in str(describe(far_away.soften))
+    with pytest.raises(NoFingerprint, match='lock'): describe(beside_it.soften)
+
+
 def test_files_labels_and_order_are_part_of_the_key(pets, tmp_path):
     def key(): return folders(tmp_path/'c')
     def use(folder):

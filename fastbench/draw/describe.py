@@ -6,7 +6,7 @@
 __all__ = ['NoFingerprint', 'Describer', 'describe', 'fingerprint', 'fingerprint_items']
 
 # %% ../../nbs/draw/21_describe.ipynb #8f7b9937
-import functools, hashlib, inspect, logging, os, sys, sysconfig, types
+import functools, hashlib, inspect, logging, os, site, sys, sysconfig, types
 from importlib import metadata
 from pathlib import Path
 
@@ -28,11 +28,23 @@ class NoFingerprint(UserError):
         super().__init__(f'the transform {transform} cannot be cached: {why}')
 
 # %% ../../nbs/draw/21_describe.ipynb #7f23a481
-_PATHS = tuple({os.path.realpath(sysconfig.get_paths()[o]) for o in ('stdlib', 'platstdlib', 'purelib', 'platlib')})
+_OF_PYTHON = [sysconfig.get_paths()[o] for o in ('stdlib', 'platstdlib', 'purelib', 'platlib')]
+_FOLDERS = *_OF_PYTHON,*site.getsitepackages(),site.getusersitepackages()
+_PATHS = tuple({os.path.realpath(o) + os.sep for o in _FOLDERS})
+
+@functools.lru_cache(None)
+def _wheel(top):
+    "Where a package is that pip has installed in another folder (`--target`); None: it did not"
+    for o in map(metadata.distribution, metadata.packages_distributions().get(top, ())):
+        if o.read_text('RECORD'): return os.path.realpath(o.locate_file(top))
 
 def _is_installed(module):
     file = getattr(sys.modules.get(module), '__file__', None)
-    return module != '__main__' and (file is None or os.path.realpath(file).startswith(_PATHS))
+    if module == '__main__' or file is None: return module != '__main__'
+    file = os.path.realpath(file)
+    if file.startswith(_PATHS): return True
+    at = _wheel(module.split('.')[0])
+    return bool(at) and (file.startswith(at + os.sep) or file == at + '.py')
 
 # %% ../../nbs/draw/21_describe.ipynb #460bac05
 def _version(module):
