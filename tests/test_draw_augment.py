@@ -34,6 +34,7 @@ from fastbench.draw.fast import fast_images  # adds the method
 from fastbench.draw.swap import fast_augment  # adds the method
 from fastbench.draw.mix import BatchCutMix, BatchMixUp, patches
 from fastbench.errors import UserError
+from gpu import needs_gpu
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 N = 4000
@@ -536,3 +537,23 @@ def test_nothing_waits_on_a_device():
     for t in BatchCrop(16, flip=.5, seed=0), BatchAffine(16, min_scale=.3, seed=0), BatchColour(saturation=.1, seed=0), BatchFlip(seed=0), BatchCutout(3, seed=0):
         y = t(x, split_idx=0)
         assert y.device.type == 'meta' and math.prod(y.shape) > 0
+
+
+@needs_gpu
+@pytest.mark.parametrize('dtype', [torch.uint8, torch.float32])
+@pytest.mark.parametrize('make', [lambda: BatchCrop(48, min_scale=.3, flip=.5, seed=0), lambda: BatchFlip(seed=0), lambda: BatchAffine(48, min_scale=.3, seed=0), lambda: BatchColour(seed=0),
+                                  lambda: BatchColour(.2, .2, .2, .1, seed=0), lambda: BatchCutout(8, seed=0), lambda: BatchErase(.5, seed=0)],
+                         ids=['crop', 'flip', 'affine', 'light', 'colour', 'cutout', 'erase'])
+def test_on_cuda_the_pictures_are_those_of_a_cpu_and_nothing_waits(make, dtype):
+    if isinstance(make(), BatchColour) and dtype == torch.uint8: pytest.skip('colours are changed as floats')
+    x = images(32, 60, 80, dtype)
+    want = make()(x.clone(), split_idx=0).as_subclass(torch.Tensor).float()
+    x = x.to('cuda')
+    make()(x.clone(), split_idx=0)  # kernels are loaded
+    y, t = x.clone(), make()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode('error')
+    try: got = t(y, split_idx=0)
+    finally: torch.cuda.set_sync_debug_mode('default')
+    off = (got.cpu().as_subclass(torch.Tensor).float() - want).abs().max()
+    assert off <= (1 if dtype == torch.uint8 else 1e-5)

@@ -49,6 +49,7 @@ from fastbench.train.learner import BenchLearner
 from fastbench.train.muon import muon
 from fastbench.train.optimizer import foreach_adamw, fused_adam, fused_sgd
 from fastbench.train.resume import CheckpointEvery
+from gpu import needs_gpu
 from test_text_data import WORDS, make_tokenizer
 
 TOKENIZER = make_tokenizer()  # once: what it learns is another each time
@@ -533,3 +534,31 @@ def test_a_run_goes_on_after_kill_9_and_after_ctrl_c(store, whole_run, monkeypat
     with pytest.raises(UserError, match='resumed: no timing'): compare([whole_run], [run])
     again = from_json(run.to_json())
     assert again.resumed == run.resumed and 'resumed' not in json.loads(whole_run.to_json())
+
+
+# On a GPU
+
+class Losses(Callback):
+    "Of each step; they are kept in the checkpoint, as the state of any callback"
+    def before_fit(self): self.got = []
+    def after_batch(self):
+        if self.training: self.got.append(float(self.loss))
+
+
+class Cut(Callback):
+    def after_step(self):
+        if self.train_iter == 15: raise KeyboardInterrupt
+
+
+@needs_gpu
+@pytest.mark.parametrize('precision', ['fp32', 'mixed', 'half'])
+def test_on_cuda_a_resumed_training_has_the_same_losses(tmp_path, monkeypatch, precision):
+    from fastbench.bench.learner import bench_learner
+    monkeypatch.setattr(torch.backends.cudnn, 'deterministic', True)
+    def fit(*cbs):
+        seen, learn = Losses(), bench_learner('digits-xresnet18', device='cuda', offline=True, workers=0, precision=precision, batches=10, epochs=3)
+        with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(3, 1e-3, cbs=[seen, *cbs])
+        return seen.got
+    whole, folder = fit(), tmp_path/'checkpoints'
+    with pytest.raises(KeyboardInterrupt): fit(CheckpointEvery(steps=4, folder=folder), Cut())
+    assert fit(CheckpointEvery(steps=4, folder=folder, resume=True)) == whole and len(whole) == 30
