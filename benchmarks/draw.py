@@ -142,7 +142,7 @@ def bench_rows(args):
 
 
 def bench_threads(args):
-    "Images a second of each decoder; `auto` goes by these, and nvJPEG's is the same for any number of threads"
+    "Print images a second of each decoder: nvJPEG serves all threads at once, so that more of them hardly help"
     data, gpu = jpegs(args.images), torch.cuda.is_available()
     big = torch.randn(8192, 8192, device='cuda') if gpu else None
     def rate(decoder, threads, busy=False):

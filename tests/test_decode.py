@@ -106,7 +106,7 @@ def test_golden(name, kind, gray):
 def test_smaller_ones_are_the_same_picture(name, divisor, kind):
     data = GOLDEN[kind]()
     want, got = as_fastai(data, False), decode(data, decoders[name], divisor)
-    if divisor not in decoders[name].divisors or not read_header(data).plain: assert got.shape == want.shape
+    if divisor not in decoders[name].divisors: assert got.shape == want.shape
     elif kind != 'thin': assert got.shape[:2] == tuple(-(-o//divisor) for o in want.shape[:2])
     d = round(want.shape[1]/got.shape[1])  # Pillow's draft takes a smaller divisor where a side is very short
     h, w = want.shape[0]//d, want.shape[1]//d  # without the blocks at the edge that reach over it
@@ -238,10 +238,12 @@ def test_unknown_and_missing_decoders():
     finally: del decoders['nowhere']
 
 
-def test_colours_that_are_stored_as_such_are_left_to_pillow():
-    "nvJPEG takes them for brightness and two differences, as most files have it"
-    assert not read_header(GOLDEN['coded_rgb']()).plain
-    assert read_header(GOLDEN['plain']()).plain and read_header(saved(photo().convert('L'))).plain
+def test_a_decoder_that_does_not_know_files_of_red_green_and_blue_leaves_them_to_pillow():
+    "nvJPEG takes them for brightness and colour, as most files have it"
+    assert not decoders['nvjpeg'].rgb and read_header(GOLDEN['coded_rgb']()).rgb
+    assert not any(read_header(GOLDEN[o]()).rgb for o in GOLDEN if o != 'coded_rgb')
+    wrong = Decoder('wrong', lambda data, divisor, gray: np.zeros((1, 1, 3), 'uint8'), formats=('jpeg',), rgb=False)
+    for kind, size in dict(coded_rgb=75, plain=1).items(): assert len(decode(GOLDEN[kind](), wrong)) == size
 
 
 def without_nvjpeg():

@@ -206,7 +206,7 @@ def test_the_device_of_the_tensor_is_meant_and_not_the_current_one(gpu):
 
 def test_begin_and_end_of_a_copy_are_told(gpu):
     told = []
-    token = on_copy.set((lambda beside=False: told.append('beside' if beside else 'begin'), lambda: told.append('end')))
+    token = on_copy.set((lambda beside: told.append('beside' if beside else 'begin'), lambda: told.append('end')))
     try:
         for b in batches_on([torch.ones(2), torch.ones(2)], CUDA): told.append('used')
         assert told == ['beside', 'end', 'used', 'beside', 'end', 'used']

@@ -42,6 +42,7 @@ class Header(NamedTuple):
     height: int # Pixels
     plain: bool # Does every decoder of this format make the same of it?
     height_at: int = 0 # Where the file tells its height, in bytes from its beginning; 0: it is no baseline JPEG
+    rgb: bool = False # Is it a JPEG of red, green and blue, where others hold brightness and colour?
 
 # Start-of-frame segments; the three left out hold tables
 _FRAMES = {0xC0+o for o in range(16)} - {0xC4, 0xC8, 0xCC}
@@ -55,9 +56,9 @@ def jpeg_header(data:bytes # Of the file
         kind = data[i+1]
         if kind in _FRAMES:
             depth,h,w,parts = struct.unpack_from('>BHHB', data, i+4)
-            plain = depth == 8 and parts in (1, 3) and w > 0 and h > 0 and not (parts == 3 and rgb)
-            return Header('jpeg', w, h, plain, i+5 if kind == 0xC0 else 0)
-        if kind == 0xEE and data[i+4:i+9] == b'Adobe': rgb = data[i+15:i+16] == b'\0'  # not as brightness and colour
+            plain = depth == 8 and parts in (1, 3) and w > 0 and h > 0
+            return Header('jpeg', w, h, plain, i+5 if kind == 0xC0 else 0, rgb and parts == 3)
+        if kind == 0xEE and data[i+4:i+9] == b'Adobe': rgb = data[i+15:i+16] == b'\0'
         i += 1 if kind == 0xFF else 2 + (data[i+2]<<8 | data[i+3])
     return None
 
@@ -83,6 +84,7 @@ class Decoder:
     reuses: bool = False # Does it take memory to write into, `buffer`, and height and width of the result, `size`?
     stops: bool = False # Can it be told that a file goes on below the last row, `whole=False`?
     shared: bool = False # Does it decode no faster with more threads?
+    rgb: bool = True # Does it know JPEGs of red, green and blue?
     missing: Callable = lambda: '' # What keeps it from working here, in words; '': nothing
 
 decoders = {} # name -> `Decoder`
@@ -161,7 +163,7 @@ def _stream():
     import torch
     return torch.cuda.Stream()
 
-@decoder('nvjpeg', formats=('jpeg',), shared=True, missing=_no_nvjpeg)
+@decoder('nvjpeg', formats=('jpeg',), shared=True, rgb=False, missing=_no_nvjpeg)
 def _nvjpeg(data, divisor=1, gray=False):
     import torch
     with torch.cuda.stream(_stream()): return _torchvision_on(data, gray, 'cuda')
@@ -193,7 +195,7 @@ def _shortened(data, head, rows, divisor):
 # %% ../../nbs/draw/00_decode.ipynb #bd6a1a3c
 def _is_for(dec, head):
     small = Image.MAX_IMAGE_PIXELS is None or head.width*head.height <= Image.MAX_IMAGE_PIXELS
-    return head.plain and head.format in dec.formats and small
+    return head.plain and head.format in dec.formats and small and (dec.rgb or not head.rgb)
 
 def _by(dec, data, d, gray, head, rows, scratch):
     "What a decoder makes of a file that it is for"

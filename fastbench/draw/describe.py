@@ -33,18 +33,18 @@ _FOLDERS = *_OF_PYTHON,*site.getsitepackages(),site.getusersitepackages()
 _PATHS = tuple({os.path.realpath(o) + os.sep for o in _FOLDERS})
 
 @functools.lru_cache(None)
-def _wheel(top):
-    "Where a package is that pip has installed in another folder (`--target`); None: it did not"
-    for o in map(metadata.distribution, metadata.packages_distributions().get(top, ())):
-        if o.read_text('RECORD'): return os.path.realpath(o.locate_file(top))
+def _by_pip(top, file):
+    "Has pip put this package where it is (`--target`)? Then a RECORD beside it names it"
+    folder = Path(file).parents[os.path.basename(file) == '__init__.py']
+    records = [o.read_text('RECORD') or '' for o in metadata.distributions(path=[str(folder)])]
+    return any(o.startswith((f'{top}/', f'{top}.py,')) for r in records for o in r.splitlines())
 
 def _is_installed(module):
-    file = getattr(sys.modules.get(module), '__file__', None)
+    def file_of(o): return getattr(sys.modules.get(o), '__file__', None)
+    file,top = file_of(module),module.split('.')[0]
     if module == '__main__' or file is None: return module != '__main__'
-    file = os.path.realpath(file)
-    if file.startswith(_PATHS): return True
-    at = _wheel(module.split('.')[0])
-    return bool(at) and (file.startswith(at + os.sep) or file == at + '.py')
+    if os.path.realpath(file).startswith(_PATHS): return True
+    return bool(file_of(top)) and _by_pip(top, os.path.realpath(file_of(top)))
 
 # %% ../../nbs/draw/21_describe.ipynb #460bac05
 def _version(module):

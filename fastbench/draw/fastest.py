@@ -95,7 +95,7 @@ def _rates(divisor, again):
 
 # %% ../../nbs/draw/01_fastest.ipynb #nvjper02
 def _per_core(rates):
-    "(name, rate) of the decoders, the fastest first; one that all threads share counts once for all cores"
+    "(name, images a second and core) of the decoders, the fastest first; a shared one divides its rate among the cores"
     n = worker_cores()
     known = [(k, round(v/n) if decoders[k].shared else v) for k,v in rates.items() if k in decoders]
     return sorted(known, key=lambda o: -o[1])

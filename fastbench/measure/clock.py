@@ -77,17 +77,18 @@ LAUNCH = 20e-6  # seconds until a launch reaches the device, at most
 class Intervals(list):
     "Intervals between the events of a step, each as (column, host, device, waited, began)"
     # column: None for a pause; host, device: seconds; waited: of them, at most; began: when, on the device
-    def __init__(self, edges, # For each: (event, host time, column that ended there, seconds of a pause, share waited)
+    # share: of a copy, in which the device waits; None: unknown
+    def __init__(self, edges, # For each: (event, host time, column that ended there, seconds of a pause, share)
                  anchor=None, # (event in the side stream, host time)
         ):
         (e,at,*_),*rest = edges
         since,offset = (anchor[0].elapsed_time,anchor[1]) if anchor else (e.elapsed_time,0.)
         self.begins = began = since(e)/1e3 + offset
         self.lag = began - at
-        for e,now,column,_,*known in rest:
+        for e,now,column,_,share in rest:
             ends = since(e)/1e3 + offset
             took,free = ends - began,now - began
-            if known and known[0] is not None: waited = known[0]*took
+            if share is not None: waited = share*took
             else: waited = (free if free < took else took) if anchor else 0.
             self.append((column, now - at, took, waited if waited > LAUNCH else 0., began))
             at,began = now,ends
@@ -174,10 +175,10 @@ class DeviceClock:
         if c != column: self.plan = None  # this step takes another path
         elif seconds:
             self.queue.hold(seconds)
-            self.step.append((*self._record(self.queue.record, watch.clock), None, seconds))
+            self.step.append((*self._record(self.queue.record, watch.clock), None, seconds, None))
 
 _ends = frozenset((DRAW, END, CLOSE))
-_WAITED = {DRAWN: 0., COPY: 0., COPY_BESIDE: 1.}  # share of a copy in which the device waited for the host
+_WAITED = {DRAWN: 0., COPY: 0., COPY_BESIDE: 1.}  # share of a copy in which the device waits
 
 # %% ../../nbs/measure/07_clock.ipynb #c80a66e8
 @patch

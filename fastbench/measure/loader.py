@@ -41,17 +41,17 @@ def batch_size(b # A batch: tensors in tuples, lists and dicts
     return (shape[0] if shape else 1 if b is not None else 0), 0, 0
 
 # %% ../../nbs/measure/06_loader.ipynb #0b9ca1eb
-# (begin, end): called around each copy of a batch to the device; begin with True where it is a copy beside
+# (begin, end): called around each copy of a batch to the device; begin gets `beside`
 on_copy = ContextVar('fastbench_on_copy', default=None)
 
 @contextmanager
-def copying(beside:bool=False # Does it run beside the computation, so that neither host nor device waits for the other?
+def copying(beside:bool=False # Does it have a stream of its own, beside the computation?
     ):
     "Announce a copy of a batch to the device"
     told = on_copy.get()
     if told is None: yield
     else:
-        told[0](*[True]*beside)
+        told[0](beside)
         try: yield
         finally: told[1]()
 
@@ -154,7 +154,7 @@ def _begin(self:TimedLoader):
 @patch
 def _told(self:TimedLoader, it):
     "Mark the copies inside `next`"
-    def begin(beside=False): self.watch.interrupt(COPY_BESIDE if beside else COPY)
+    def begin(beside): self.watch.interrupt(COPY_BESIDE if beside else COPY)
     copy = begin,self.watch.resume
     while True:
         token = on_copy.set(copy)

@@ -225,7 +225,7 @@ def _split(profile, phase, action, mean):
     n,most = _measured(profile.waited[phase], action)
     if not n: return 0.,mean
     most *= n/_measured(profile.device[phase], action)[0]
-    if action == 'to_device': return most,mean - most  # known: of a copy that blocks 0, of one beside all
+    if action == 'to_device': return most,mean - most  # `DeviceClock` knows it
     held,least = _measured(profile.held.get(phase), action)
     if not held: return most,mean - most if most <= .05*mean else None
     busy = min(max(least, mean - most), mean)

@@ -87,7 +87,7 @@ def _packed(here):
 @check('the largest batch trains a whole fit, and one more does not fit')
 def _largest_batch(here):
     limit = '2GB' if here.device.type == 'cpu' or not here.full else None
-    large = {} if limit else dict(size=448)  # of small ones there are too few to fill a GPU
+    large = {} if limit else dict(size=448)  # there are too few small ones to fill a GPU
     found = _learner(here, 'photos-xresnet18', bs=16, **large).find_batch_size(start=16, memory=limit)
     run = _run(here, 'photos-xresnet18', bs=int(found), epochs=1, batches=4, workers=0, **large)
     require(run.status == 'ok', f'{int(found)} was found, and a fit with it {run.status}: {run.error}')
