@@ -4,7 +4,7 @@
     python benchmarks/processes.py start [ROUNDS]   # from the command to the first word of the training, against the imports alone
     python benchmarks/processes.py profile [PAIRS]  # the same fit of two processes with and without the profiler, in turns
 
-speed: an XResNet18 at 64 pixels, 64 samples a process, random images in memory, DDP by Gloo. In each round, in turns: one process with one core; two that know nothing of each other, at the same time (do they slow each other?); two that train together; and, as what the machine allows, one and two processes of a loop of PyTorch alone with its own DDP.
+speed: an XResNet18 at 64 pixels, 64 samples a process, random images in memory, DDP by Gloo. The same two processes train in turns, a few steps each: the first alone while the second waits; both without knowing of each other (do they slow each other?); both together; and, as what the machine allows, the first alone and both together in a loop of PyTorch with its own DDP. What is compared is of the same round, since the speed of a machine drifts.
 start: `fastbench.bench.processes.launch_processes` until the first process tells of its data, against two processes at once that import the same and end.
 profile: two processes that compute next to nothing in a step, so that what the profiler adds can be seen in microseconds; two fits of steps that compute differ by more than the bar with or without it. Each pair is one fit with `learn.profile()` and one without, right after each other in the same
 processes, the order by turns, of 30 and of 330 steps: what a step costs and what a fit costs are told apart. Seconds are those of the thread that trains (`time.thread_time`), so that waiting for the other process does not count.
@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
 os.environ['OMP_NUM_THREADS'] = '1'
@@ -25,82 +24,111 @@ warnings.filterwarnings('ignore')
 from bars import middle, verdict
 from fastbench.bench.processes import launch_processes
 from fastbench.recipe import get_recipe
-from fastbench.runs.store import load
 
 STEP = .01  # seconds, of the bar
 HERE = f'{os.path.abspath(__file__)}:make'
 
 
-def make(epochs: int = 1, lr: float = 1e-3):
+def make(epochs: int = 1, lr: float = 1e-3, batches: int = 24):
     import torch
     from fastai.data.core import DataLoaders
     from fastai.data.load import DataLoader
-    from fastai.learner import Learner
     from fastai.vision.models.xresnet import xresnet18
+    from fastbench.train.learner import BenchLearner
     torch.manual_seed(0)
-    items = [(torch.randn(3, 64, 64), i % 10) for i in range(64*24)]
-    return Learner(DataLoaders(DataLoader(items, bs=64), DataLoader(items[:64], bs=64)), xresnet18(n_out=10), loss_func=torch.nn.CrossEntropyLoss())
+    items = [(torch.randn(3, 64, 64), i % 10) for i in range(64*batches)]
+    return BenchLearner(DataLoaders(DataLoader(items, bs=64), DataLoader(items[:64], bs=64)), xresnet18(n_out=10), loss_func=torch.nn.CrossEntropyLoss())
 
 
-def rate(nproc, folder):
-    "Samples a second of all processes together"
-    run = load(launch_processes(get_recipe(HERE), nproc, folder, device='cpu'))
-    if run.status != 'ok': sys.exit(run.error)
-    return sum(r['samples_per_second'] for r in run.ranks)
-
-
-def together(what, nproc, *args):
-    "Start `nproc` processes of this file that know of each other; what each of them printed"
+def free_port():
     import socket
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
-        env = os.environ | dict(WORLD_SIZE=str(nproc), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(s.getsockname()[1]), ACCELERATE_USE_CPU='true', PYTHONWARNINGS='ignore')
-    procs = [subprocess.Popen([sys.executable, __file__, what, *map(str, args)], env=env | dict(RANK=str(i), LOCAL_RANK=str(i)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for i in range(nproc)]
-    return [p.communicate()[0] for p in procs]
+        return s.getsockname()[1]
 
 
-def loop():
-    "One process of a loop of PyTorch alone, without fastai and without us: samples a second"
+def started(what, nproc, *args):
+    "`nproc` processes of this file that know of each other"
+    env = os.environ | dict(WORLD_SIZE=str(nproc), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()), ACCELERATE_USE_CPU='true', PYTHONWARNINGS='ignore')
+    ranks = [env | dict(RANK=str(i), LOCAL_RANK=str(i)) for i in range(nproc)]
+    return [subprocess.Popen([sys.executable, __file__, what, *map(str, args)], env=o, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for o in ranks]
+
+
+WARM, STEPS = 2, 10  # of each turn: the first do not count
+
+
+def fitted(ddp):
+    "Seconds of a step in a fit of a Learner, profiled as in a Run"
+    from fastai.callback.core import Callback
+    import fastbench.distributed.learner, fastbench.measure.profiler
+    ends = []
+
+    class Ends(Callback):
+        run_valid = False
+        def after_batch(self): ends.append(time.perf_counter())
+    learn = make(batches=(WARM + STEPS)*(2 if ddp else 1))
+    if ddp: learn.to_distributed(cpu=True, tell=lambda o: None)
+    learn.profile()
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3, cbs=Ends())
+    if ddp: learn.detach_distributed()
+    return (ends[-1] - ends[WARM-1])/STEPS
+
+
+def looped(ddp):
+    "Seconds of the same step of PyTorch alone, without fastai and without us"
     import torch
-    import torch.distributed as dist
     from fastai.vision.models.xresnet import xresnet18
-    torch.set_num_threads(1)
-    dist.init_process_group('gloo')
     torch.manual_seed(0)
-    x, y = torch.randn(64, 3, 64, 64), torch.arange(64) % 10
-    model = torch.nn.parallel.DistributedDataParallel(xresnet18(n_out=10))
-    opt, took = torch.optim.Adam(model.parameters(), lr=1e-3), []
-    for i in range(24):
-        begin = time.perf_counter()
+    x, y, model = torch.randn(64, 3, 64, 64), torch.arange(64) % 10, xresnet18(n_out=10)
+    if ddp: model = torch.nn.parallel.DistributedDataParallel(model)
+    opt = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for i in range(WARM + STEPS):
+        if i == WARM: began = time.perf_counter()
         torch.nn.functional.cross_entropy(model(x), y).backward()
         opt.step()
         opt.zero_grad()
-        took.append(time.perf_counter() - begin)
-    print(64*len(took[2:])/sum(took[2:]), flush=True)
-    dist.destroy_process_group()
+    return (time.perf_counter() - began)/STEPS
 
 
-def speed(rounds=3):
-    got = {k: [] for k in ('one', 'strangers', 'together', 'loop of one', 'loop of two')}
-    with tempfile.TemporaryDirectory() as d, ThreadPoolExecutor(2) as pool:
-        def strangers(): return sum(pool.map(lambda _: rate_alone(d), range(2)))
-        def bare(n): return sum(map(float, together('loop', n)))
-        todo = {'one': lambda: rate(1, d), 'strangers': strangers, 'together': lambda: rate(2, d), 'loop of one': lambda: bare(1), 'loop of two': lambda: bare(2)}
-        for i in range(rounds):
-            for k in list(todo)[::(-1)**i]: got[k].append(todo[k]())
+TURNS = {'one': (fitted, False, 1), 'strangers': (fitted, False, 2), 'together': (fitted, True, 2), 'loop of one': (looped, False, 1), 'loop of two': (looped, True, 2)}
+
+
+def turns():
+    "Take the turns that the first process of all asks for, a line each, and answer with the samples a second"
+    import torch
+    from fastbench.machine.group import join, leave
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        name, _, port = line.strip().partition(',')
+        f, ddp, _ = TURNS[name]
+        os.environ.pop('WORLD_SIZE', None)
+        if ddp:
+            os.environ.update(WORLD_SIZE='2', MASTER_PORT=port)
+            join('cpu')
+        print('rate', 64/f(ddp), flush=True)
+        if ddp: leave()
+
+
+def turn(procs, name):
+    "Samples a second of all that take part in a turn"
+    procs = procs[:TURNS[name][2]]
+    port = free_port()
+    for p in procs: print(f'{name},{port}', file=p.stdin, flush=True)
+    return sum(next(float(line.split()[1]) for line in p.stdout if line.startswith('rate ')) for p in procs)
+
+
+def speed(rounds=6):
+    got, procs = {k: [] for k in TURNS}, started('turns', 2)
+    for i in range(rounds):
+        for k in list(TURNS)[::(-1)**i]: got[k].append(turn(procs, k))
+    for p in procs: p.communicate()
     for k, v in got.items(): print(f'{k:11} {median(v):6.1f} samples/s ({", ".join(f"{o:.1f}" for o in v)})')
-    free, gain = (median(a/b for a, b in zip(got[k], got['one'])) for k in ('strangers', 'together'))
-    bare = median(a/b for a, b in zip(got['loop of two'], got['loop of one']))
+    def gains(two, one): return middle(a/b for a, b in zip(got[two], got[one]))
+    free, (low, gain, high), bare = gains('strangers', 'one')[1], gains('together', 'one'), gains('loop of two', 'loop of one')
     if free < 1.9: print(f'two processes that know nothing of each other are {free:.2f} times as fast as one: this machine has no two free cores, so nothing is shown')
-    print(f'two processes train {gain:.2f} times as fast as one, {gain/free:.2f} of what two strangers reach; bar 1.85: {"reached" if gain >= 1.85 else "MISSED"}')
-    print(f'a loop of PyTorch alone, with its own DDP, gains {bare:.2f} from the second process: what this machine lets anybody reach')
+    print(f'two processes train {gain:.2f} times as fast as one ({low:.2f} to {high:.2f}), {gain/free:.2f} of what two strangers reach; bar 1.85: {"reached" if gain >= 1.85 else "MISSED"}')
+    print(f'a loop of PyTorch alone, with its own DDP, gains {bare[1]:.2f} ({bare[0]:.2f} to {bare[2]:.2f}) from the second process')
     return gain >= 1.85
-
-
-def rate_alone(folder):
-    "Of one process, started from a thread beside another"
-    code = f'import sys; sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r}); from processes import rate; print(rate(1, {folder!r}))'
-    return float(subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
 def start(rounds=5):
@@ -167,7 +195,7 @@ def fits(pairs):
 
 def profile(pairs=40):
     met = True
-    for i, said in enumerate(together('fits', 2, pairs)):
+    for i, said in enumerate(p.communicate()[0] for p in started('fits', 2, pairs)):
         rows = [[float(o) for o in line.split()] for line in said.splitlines() if line.count('.') == 2]
         steps = [(many - few)/(MANY - FEW) for few, many in rows]
         low, mid, high = middle(steps)
@@ -179,6 +207,6 @@ def profile(pairs=40):
 
 
 if __name__ == '__main__':
-    what = dict(speed=speed, start=start, profile=profile, fits=fits, loop=loop)
+    what = dict(speed=speed, start=start, profile=profile, fits=fits, turns=turns)
     if sys.argv[1:2] == [] or sys.argv[1] not in what: sys.exit(__doc__)
     sys.exit(0 if what[sys.argv[1]](*map(int, sys.argv[2:3])) else 1)

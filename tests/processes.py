@@ -21,6 +21,7 @@ from fastbench.callback.half import HalfPrecision
 from fastbench.callback.target import TimeToAccuracy
 from fastbench.distributed.exchange import ExchangeCost
 from fastbench.distributed.memory import held_memory, strategy_memory
+from fastbench.distributed.strategy import own_part
 from fastbench.errors import UserError
 from fastbench.machine import group
 from fastbench.train.learner import BenchLearner
@@ -110,7 +111,9 @@ FEW = ('sgd', 'torch_adamw', 'both', 'tokens')  # with four processes
 class Holds(Callback):
     "What this process holds, when everything is there"
     order = 98
-    def before_step(self): self.learn.held = held_memory(self.learn.model, self.learn.opt)
+    def before_step(self):
+        self.learn.held = held_memory(self.learn.model, self.learn.opt)
+        self.learn.in_buckets = all(g.untyped_storage().nbytes() > g.nbytes for g in (own_part(p.grad) for p in self.learn.model.parameters() if p.grad is not None))
 
 
 def cases(): return {k: v for k, v in CASES.items() if group.world_size() == 2 or k in FEW or not group.is_joined()}
@@ -140,7 +143,7 @@ def by_all(strategy, ones):
         with learn.distributed(strategy, cpu=True, tell=tell.append):
             fit(learn, cbs=[*cbs(), Holds()], lr=lr)
             parts = {type(p).__name__ for p in learn.model.parameters()}
-        res[name] = dict(apart=apart(one.model, own), same=learn.model is own, engine=learn.engine, parts=sorted(parts), held=learn.held, told=strategy_memory(learn, strategies=[strategy])[0], tell=tell, loss=float(learn.recorder.losses[-1]), want=float(one.recorder.losses[-1]),
+        res[name] = dict(apart=apart(one.model, own), same=learn.model is own, engine=learn.engine, parts=sorted(parts), held=learn.held, in_buckets=learn.in_buckets, told=strategy_memory(learn, strategies=[strategy])[0], tell=tell, loss=float(learn.recorder.losses[-1]), want=float(one.recorder.losses[-1]),
                          values=[float(o) for o in learn.recorder.values[-1]], want_values=[float(o) for o in one.recorder.values[-1]], seen=own.seen.item(), computed=getattr(learn, 'computed', None))
     return res, learns
 

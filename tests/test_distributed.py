@@ -82,6 +82,11 @@ def test_half_precision_computes_in_16_bits_and_steps_in_32(two):
     for r in two: assert r['fsdp']['equal']['half']['computed'] == [['torch.bfloat16 torch.bfloat16'], 'torch.float32'] and r['fsdp']['equal']['half']['engine']['precision'] == 'half-bf16'
 
 
+@pytest.mark.parametrize('name', ['sgd', 'torch_adamw', 'fused_adamw', 'accumulate', 'clip'])
+def test_gradients_lie_where_ddp_sends_them_from(two, name):
+    assert [r['ddp']['equal'][name]['in_buckets'] for r in two] == [True, True]
+
+
 @pytest.mark.parametrize('strategy', STRATEGIES)
 def test_the_engine_is_what_was_asked_for(two, four, strategy):
     for n, ranks in ((2, two), (4, four)):

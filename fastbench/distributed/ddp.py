@@ -6,12 +6,13 @@
 __all__ = ['bn_types', 'DDP']
 
 # %% ../../nbs/distributed/03_ddp.ipynb #0d232a89
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from fastcore.basics import noop, patch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..callback.override import override
+from ..compat import is_view
 from .strategy import Strategy, register_strategy
 from ..errors import UserError
 from ..machine.group import heed_srun, world_size
@@ -23,6 +24,12 @@ bn_types = nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d
 
 def _norms(model): return {n: m for n,m in model.named_modules() if n and isinstance(m, bn_types)}
 
+def _with_views(kwargs):
+    "Let gradients be views of what is sent, unless the user sets options of DDP"
+    handlers = kwargs.get('kwargs_handlers') or []
+    if any(isinstance(o, DistributedDataParallelKwargs) for o in handlers): return kwargs
+    return kwargs | dict(kwargs_handlers=[*handlers, DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+
 @register_strategy
 class DDP(Strategy):
     "Whole weights in every process, by Accelerate"
@@ -30,25 +37,33 @@ class DDP(Strategy):
     def __init__(self, sync_bn=True, # Batch norm over all processes, on GPUs
                  **kwargs): # Of `Accelerator`: cpu=True for processes on a CPU
         super().__init__(sync_bn)
-        self.kwargs,self._replaced = kwargs,{}
+        self.kwargs,self._replaced,self._params = kwargs,{},[]
     def begin(self, learn):
         heed_srun()
-        self.accelerator = Accelerator(**self.kwargs)
+        self.accelerator = Accelerator(**_with_views(self.kwargs))
 
     def wrap(self, model):
         if self.sync_bn and next(model.parameters()).device.type == 'cuda':
             self._replaced = _norms(model)
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        self._params = list(model.parameters())
         return self.accelerator.prepare(model)
 
     def unwrap(self, model):
         for n,m in self._replaced.items(): model.set_submodule(n, m)
-        self._replaced = {}
+        self._replaced,self._params = {},[]
 
     def check(self, model):
         if world_size() > 1 and not isinstance(model, DistributedDataParallel):
             raise UserError(f'{world_size()} processes are there, but Accelerate trains each by itself: '
                             'on CPUs pass cpu=True, on GPUs leave ACCELERATE_USE_CPU unset')
+
+# %% ../../nbs/distributed/03_ddp.ipynb #6d1f0b22
+@patch
+def after_backward(self:DDP):
+    "Let optimizers detach gradients in place"
+    for p in self._params:
+        if p.grad is not None and is_view(p.grad): p.grad = p.grad.detach()
 
 # %% ../../nbs/distributed/03_ddp.ipynb #5a1c0e04
 @patch

@@ -73,6 +73,9 @@ def unwrap(self:Strategy, model # Of the Learner
     ): "Undo what `wrap` did to the model itself"
 
 @patch
+def after_backward(self:Strategy): "Make gradients what optimizers expect"
+
+@patch
 def before_validate(self:Strategy, model # That is trained
     ): "Synchronize what validation needs"
 
