@@ -1414,6 +1414,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'fastbench/distributed/board.py'),
                                              'fastbench.distributed.board.Lookout.step': ( 'distributed/board.html#lookout.step',
                                                                                            'fastbench/distributed/board.py'),
+                                             'fastbench.distributed.board._hung': ( 'distributed/board.html#_hung',
+                                                                                    'fastbench/distributed/board.py'),
                                              'fastbench.distributed.board._killed': ( 'distributed/board.html#_killed',
                                                                                       'fastbench/distributed/board.py'),
                                              'fastbench.distributed.board._read': ( 'distributed/board.html#_read',

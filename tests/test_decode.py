@@ -258,6 +258,15 @@ def test_nvjpeg_of_cuda(kind):
     test_golden('nvjpeg', kind, True)
 
 
+@pytest.mark.parametrize('process,gpus,own', [('', 2, 0), ('1', 2, 1), ('1', 1, 0)])  # the last: each process sees its own GPU alone
+def test_nvjpeg_decodes_on_the_gpu_of_its_process(monkeypatch, process, gpus, own):
+    from fastbench.draw.decode import _stream
+    monkeypatch.setenv('LOCAL_RANK', process)
+    monkeypatch.setattr('torch.cuda.device_count', lambda: gpus)
+    monkeypatch.setattr('torch.cuda.Stream', lambda device=None: device)
+    assert _stream.__wrapped__() == own
+
+
 def test_nvjpeg_of_cuda_waits_for_no_training():
     import torch
     without_nvjpeg()

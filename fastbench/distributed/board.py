@@ -151,6 +151,16 @@ def _stands(stack):
     return ' < '.join(f'{m[3]} ({m[1]}:{m[2]})' for m in found if m)
 
 
+# %% ../../nbs/distributed/10_board.ipynb #c5d7a912
+_exchanges = 'distributed_c10d.py','graph.py' # of PyTorch: collectives, and a backward pass with those of DDP
+
+def _hung(board, ranks, exchanging=True):
+    "Return what to say of the first of these processes that left the place where it stood"
+    for r in ranks:
+        stands = _stands(stack := _text(board.file('stack', r)))
+        if stands and (exchanging or not any(f'({o}:' in stands.split(' < ')[0] for o in _exchanges)):
+            return dict(of_user=False, traceback=stack, rank=r, line=f'process {r} hung: it stood in {stands}')
+
 # %% ../../nbs/distributed/10_board.ipynb #96cde892
 def _killed(code):
     import signal
@@ -168,18 +178,17 @@ def blame(board:Board, # Board of processes that have ended
     if own:
         r = min(own, key=lambda r: own[r]['time'])
         return dict(own[r], rank=r)
+    if hung := _hung(board, [r for r in here if r not in errors]): return hung
     said = dict(of_user=False, traceback='')
-    for r in here:
-        stack = _text(board.file('stack', r))
-        if r not in errors and stack:
-            return dict(said, rank=r, traceback=stack, line=f'process {r} hung: it stood in {_stands(stack)}')
     gone = sorted((r for r in here if r not in errors and codes.get(r) != 0), key=lambda r: r not in codes)
     if gone: return dict(said, rank=gone[0], line=f'process {gone[0]} {_killed(codes.get(gone[0]))}')
     if errors:
         r = min(errors, key=lambda r: errors[r]['time'])
+        late = 'timed out' in errors[r]['line'].lower()
+        ended = [o for o in errors if not errors[o]['traceback']] if late else []
+        if hung := _hung(board, ended, exchanging=False): return hung
         return dict(errors[r], rank=r, line=f"process {r} and the others lost each other: {errors[r]['line']}")
     return dict(said, rank=None, line='no process has begun')
-
 
 # %% ../../nbs/distributed/10_board.ipynb #ae608dd1
 def _text(path):

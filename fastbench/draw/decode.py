@@ -161,7 +161,8 @@ def _no_nvjpeg():
 @cache
 def _stream():
     import torch
-    return torch.cuda.Stream()
+    from fastbench.machine.group import local_rank
+    return torch.cuda.Stream(local_rank() % torch.cuda.device_count()) # a new thread's own device is the first
 
 @decoder('nvjpeg', formats=('jpeg',), shared=True, rgb=False, missing=_no_nvjpeg)
 def _nvjpeg(data, divisor=1, gray=False):

@@ -98,9 +98,9 @@ def step_pace(learn:Learner, # Whose steps
               skip:int=1, # Steps that are left out
     )->Pace: # None where an epoch is too short
     "Measure how long a training step takes with another loader"
-    device,res = next(learn.model.parameters()).device,None
+    device,res,began = next(learn.model.parameters()).device,None,perf_counter()
     dls = DataLoaders(train, Repeated(None, n=0), device=getattr(learn.dls, 'device', None))
-    while res is None or res.seconds*res.n < seconds:
+    while res is None or res.seconds*res.n < seconds and perf_counter() - began < 3*seconds:
         tick = Metronome(seconds - (res.seconds*res.n if res else 0), skip, ready=_wait_for(device))
         rehearse(learn, dls, _Watch(tick))
         if (p := tick.pace()) is None: break
