@@ -1,10 +1,12 @@
 """Several processes on this machine: what a second one gains, and what starting them costs.
 
     python benchmarks/processes.py speed [ROUNDS]   # samples a second of two processes with one core each, against one
+    python benchmarks/processes.py buckets [ROUNDS] # what it saves that gradients lie in the buckets that DDP sends
     python benchmarks/processes.py start [ROUNDS]   # from the command to the first word of the training, against the imports alone
     python benchmarks/processes.py profile [PAIRS]  # the same fit of two processes with and without the profiler, in turns
 
 speed: an XResNet18 at 64 pixels, 64 samples a process, random images in memory, DDP by Gloo. The same two processes train in turns, a few steps each: the first alone while the second waits; both without knowing of each other (do they slow each other?); both together; and, as what the machine allows, the first alone and both together in a loop of PyTorch with its own DDP. What is compared is of the same round, since the speed of a machine drifts.
+buckets: the same two processes together, with gradients in the buckets as they are and with options of the user for DDP, which copies gradients then. No bar.
 start: `fastbench.bench.processes.launch_processes` until the first process tells of its data, against two processes at once that import the same and end.
 profile: two processes that compute next to nothing in a step, so that what the profiler adds can be seen in microseconds; two fits of steps that compute differ by more than the bar with or without it. Each pair is one fit with `learn.profile()` and one without, right after each other in the same
 processes, the order by turns, of 30 and of 330 steps: what a step costs and what a fit costs are told apart. Seconds are those of the thread that trains (`time.thread_time`), so that waiting for the other process does not count.
@@ -57,7 +59,7 @@ def started(what, nproc, *args):
 WARM, STEPS = 2, 10  # of each turn: the first do not count
 
 
-def fitted(ddp):
+def fitted(ddp, **options):
     "Seconds of a step in a fit of a Learner, profiled as in a Run"
     from fastai.callback.core import Callback
     import fastbench.distributed.learner, fastbench.measure.profiler
@@ -67,11 +69,17 @@ def fitted(ddp):
         run_valid = False
         def after_batch(self): ends.append(time.perf_counter())
     learn = make(batches=(WARM + STEPS)*(2 if ddp else 1))
-    if ddp: learn.to_distributed(cpu=True, tell=lambda o: None)
+    if ddp: learn.to_distributed(cpu=True, tell=lambda o: None, **options)
     learn.profile()
     with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3, cbs=Ends())
     if ddp: learn.detach_distributed()
     return (ends[-1] - ends[WARM-1])/STEPS
+
+
+def copied(ddp):
+    "The same with gradients that are copied into the buckets and back"
+    from accelerate import DistributedDataParallelKwargs
+    return fitted(ddp, kwargs_handlers=[DistributedDataParallelKwargs()])
 
 
 def looped(ddp):
@@ -90,7 +98,9 @@ def looped(ddp):
     return (time.perf_counter() - began)/STEPS
 
 
-TURNS = {'one': (fitted, False, 1), 'strangers': (fitted, False, 2), 'together': (fitted, True, 2), 'loop of one': (looped, False, 1), 'loop of two': (looped, True, 2)}
+SPEED = {'one': (fitted, False, 1), 'strangers': (fitted, False, 2), 'together': (fitted, True, 2), 'loop of one': (looped, False, 1), 'loop of two': (looped, True, 2)}
+BUCKETS = {'together': (fitted, True, 2), 'copied': (copied, True, 2)}
+TURNS = SPEED | BUCKETS
 
 
 def turns():
@@ -117,18 +127,31 @@ def turn(procs, name):
     return sum(next(float(line.split()[1]) for line in p.stdout if line.startswith('rate ')) for p in procs)
 
 
-def speed(rounds=6):
-    got, procs = {k: [] for k in TURNS}, started('turns', 2)
+def in_turns(names, rounds):
+    "Samples a second of each round, for each kind of turn"
+    got, procs = {k: [] for k in names}, started('turns', 2)
     for i in range(rounds):
-        for k in list(TURNS)[::(-1)**i]: got[k].append(turn(procs, k))
+        for k in list(names)[::(-1)**i]: got[k].append(turn(procs, k))
     for p in procs: p.communicate()
     for k, v in got.items(): print(f'{k:11} {median(v):6.1f} samples/s ({", ".join(f"{o:.1f}" for o in v)})')
+    return got
+
+
+def speed(rounds=6):
+    got = in_turns(SPEED, rounds)
     def gains(two, one): return middle(a/b for a, b in zip(got[two], got[one]))
     free, (low, gain, high), bare = gains('strangers', 'one')[1], gains('together', 'one'), gains('loop of two', 'loop of one')
     if free < 1.9: print(f'two processes that know nothing of each other are {free:.2f} times as fast as one: this machine has no two free cores, so nothing is shown')
     print(f'two processes train {gain:.2f} times as fast as one ({low:.2f} to {high:.2f}), {gain/free:.2f} of what two strangers reach; bar 1.85: {"reached" if gain >= 1.85 else "MISSED"}')
     print(f'a loop of PyTorch alone, with its own DDP, gains {bare[1]:.2f} ({bare[0]:.2f} to {bare[2]:.2f}) from the second process')
     return gain >= 1.85
+
+
+def buckets(rounds=10):
+    got = in_turns(BUCKETS, rounds)
+    low, mid, high = middle(a/b for a, b in zip(got['together'], got['copied']))
+    print(f'{mid:.3f} times as many samples a second with gradients in the buckets ({low:.3f} to {high:.3f})')
+    return True
 
 
 def start(rounds=5):
@@ -207,6 +230,6 @@ def profile(pairs=40):
 
 
 if __name__ == '__main__':
-    what = dict(speed=speed, start=start, profile=profile, fits=fits, turns=turns)
+    what = dict(speed=speed, buckets=buckets, start=start, profile=profile, fits=fits, turns=turns)
     if sys.argv[1:2] == [] or sys.argv[1] not in what: sys.exit(__doc__)
     sys.exit(0 if what[sys.argv[1]](*map(int, sys.argv[2:3])) else 1)

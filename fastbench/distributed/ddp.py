@@ -50,6 +50,7 @@ class DDP(Strategy):
         return self.accelerator.prepare(model)
 
     def unwrap(self, model):
+        self.after_backward() # of a step that was given up
         for n,m in self._replaced.items(): model.set_submodule(n, m)
         self._replaced,self._params = {},[]
 
