@@ -2,22 +2,24 @@
 
 The picture is for places that show no HTML."""
 import base64
-import os
+import shutil
 import sys
 
 from fastcore.nbio import read_nb, write_nb
 from playwright.sync_api import sync_playwright
 
-BROWSERS = '/usr/bin/chromium', '/usr/bin/chromium-browser', '/usr/bin/google-chrome'
+BROWSERS = 'chromium', 'chromium-browser', 'google-chrome'
 STYLE = 'padding:12px;width:max-content;font:13px DejaVu Sans,sans-serif;background:white;color:#222'
 
 
 def main(path):
     "Take the pictures in chromium"
+    chromium = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if not chromium: sys.exit(f"none of {', '.join(BROWSERS)} is installed (Debian: apt install chromium)")
     nb = read_nb(path)
     tables = [o.data for c in nb.cells for o in c.get('outputs', []) if 'text/html' in o.get('data', {})]
     with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=next(filter(os.path.exists, BROWSERS)), args=['--no-sandbox'])
+        browser = p.chromium.launch(executable_path=chromium, args=['--no-sandbox'])
         page = browser.new_page(device_scale_factor=2)
         for data in tables:
             page.set_content(f'<div id="o" style="{STYLE}">' + data['text/html'])

@@ -1,6 +1,8 @@
 "The documentation site: every page of it, built once and read by a real browser; and what must hold where there is neither Zensical nor a browser."
+import base64
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -809,3 +811,19 @@ def test_no_placeholder_is_left():
     "A fence or a paragraph that is one word in capitals"
     left = [(o.name, m[0]) for o in NOTEBOOKS for c in json.loads(o.read_text(encoding='utf-8'))['cells'] if c['cell_type'] == 'markdown' for m in re.finditer(r'^(?!NVIDIA$)[A-Z_]{4,}$', ''.join(c['source']), re.M)]
     assert left == []
+
+
+def test_tables_of_a_notebook_get_a_picture(browser, tmp_path):
+    path, png = tmp_path/'a.ipynb', b'\x89PNG\r\n'
+    outputs = [{'output_type': 'display_data', 'metadata': {}, 'data': {k: o}} for k, o in (('text/html', '<table><tr><td>12.5 ms</table>'), ('text/plain', '12.5 ms'))]
+    path.write_text(json.dumps(dict(nbformat=4, nbformat_minor=5, metadata={}, cells=[dict(cell_type='code', id='a', metadata={}, execution_count=None, source='', outputs=outputs)])))
+    done = subprocess.run([sys.executable, ROOT/'docs'/'picture.py', path], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    table, text = (o['data'] for o in json.loads(path.read_text())['cells'][0]['outputs'])
+    assert base64.b64decode(table['image/png']).startswith(png) and 'text/html' in table and list(text) == ['text/plain']
+
+
+def test_no_picture_without_a_browser(tmp_path):
+    pytest.importorskip('playwright', reason='playwright is not installed: it comes with the extra dev')
+    done = subprocess.run([sys.executable, ROOT/'docs'/'picture.py', tmp_path/'a.ipynb'], env=dict(os.environ, PATH=''), capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith('none of chromium, ') and done.stderr.count('\n') == 1
