@@ -1,12 +1,12 @@
 """Several processes on this machine: what a second one gains, and what starting them costs.
 
     python benchmarks/processes.py speed [ROUNDS]   # samples a second of two processes with one core each, against one
-    python benchmarks/processes.py buckets [ROUNDS] # what it saves that gradients lie in the buckets that DDP sends
+    python benchmarks/processes.py buckets [ROUNDS] # samples a second with gradients in the buckets that DDP sends, against copies
     python benchmarks/processes.py start [ROUNDS]   # from the command to the first word of the training, against the imports alone
     python benchmarks/processes.py profile [PAIRS]  # the same fit of two processes with and without the profiler, in turns
 
-speed: an XResNet18 at 64 pixels, 64 samples a process, random images in memory, DDP by Gloo. The same two processes train in turns, a few steps each: the first alone while the second waits; both without knowing of each other (do they slow each other?); both together; and, as what the machine allows, the first alone and both together in a loop of PyTorch with its own DDP. What is compared is of the same round, since the speed of a machine drifts.
-buckets: the same two processes together, with gradients in the buckets as they are and with options of the user for DDP, which copies gradients then. No bar.
+speed: an XResNet18 at 64 pixels, 64 samples a process, random images in memory, DDP by Gloo. The same two processes train in turns, a few steps each: the first alone while the second waits; both without knowing of each other (do they slow each other?); both together; and, as what the machine allows, the first alone and both together in a loop of PyTorch with its own DDP. Ratios are of the same round, since the speed of a machine drifts.
+buckets: the same two processes together, as usual and with options of one's own for DDP, which then copies gradients. No bar.
 start: `fastbench.bench.processes.launch_processes` until the first process tells of its data, against two processes at once that import the same and end.
 profile: two processes that compute next to nothing in a step, so that what the profiler adds can be seen in microseconds; two fits of steps that compute differ by more than the bar with or without it. Each pair is one fit with `learn.profile()` and one without, right after each other in the same
 processes, the order by turns, of 30 and of 330 steps: what a step costs and what a fit costs are told apart. Seconds are those of the thread that trains (`time.thread_time`), so that waiting for the other process does not count.
@@ -104,7 +104,7 @@ TURNS = SPEED | BUCKETS
 
 
 def turns():
-    "Take the turns that the first process of all asks for, a line each, and answer with the samples a second"
+    "Take the turns that are asked for on stdin, one a line; print the samples a second of each"
     import torch
     from fastbench.machine.group import join, leave
     torch.set_num_threads(1)
@@ -140,10 +140,12 @@ def in_turns(names, rounds):
 def speed(rounds=6):
     got = in_turns(SPEED, rounds)
     def gains(two, one): return middle(a/b for a, b in zip(got[two], got[one]))
-    free, (low, gain, high), bare = gains('strangers', 'one')[1], gains('together', 'one'), gains('loop of two', 'loop of one')
+    _, free, _ = gains('strangers', 'one')
+    low, gain, high = gains('together', 'one')
+    least, bare, most = gains('loop of two', 'loop of one')
     if free < 1.9: print(f'two processes that know nothing of each other are {free:.2f} times as fast as one: this machine has no two free cores, so nothing is shown')
     print(f'two processes train {gain:.2f} times as fast as one ({low:.2f} to {high:.2f}), {gain/free:.2f} of what two strangers reach; bar 1.85: {"reached" if gain >= 1.85 else "MISSED"}')
-    print(f'a loop of PyTorch alone, with its own DDP, gains {bare[1]:.2f} ({bare[0]:.2f} to {bare[2]:.2f}) from the second process')
+    print(f'a loop of PyTorch alone, with its own DDP, gains {bare:.2f} ({least:.2f} to {most:.2f}) from the second process')
     return gain >= 1.85
 
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['foreach_add_', 'foreach_copy_', 'foreach_div_', 'foreach_lerp_', 'foreach_mul_', 'foreach_norm', 'fused_sgd_',
            'fused_devices', 'flash_attention', 'efficient_attention', 'linear_pointwise', 'resize_smooth',
-           'compile_tools', 'of_checkpointing', 'pause_stream', 'profiler_is_on', 'call_after_backward', 'is_view',
-           'without_subclasses', 'remember_pass']
+           'compile_tools', 'of_checkpointing', 'pause_stream', 'profiler_is_on', 'call_after_backward',
+           'without_subclasses', 'is_view', 'remember_pass']
 
 # %% ../nbs/00_compat.ipynb #b661f758
 from types import MethodType
@@ -92,14 +92,15 @@ def call_after_backward(f # Called without arguments
     "Call `f` when the backward pass under way is over"
     Variable._execution_engine.queue_callback(f)
 
-def is_view(t # A tensor
-    )->bool:
-    "Return whether autograd knows a tensor as a view, which cannot be detached in place"
-    return t._is_view()
-
 def without_subclasses():
     "A context in which tensors of fastai are plain ones"
     return torch._C.DisableTorchFunctionSubclass()
+
+# %% ../nbs/00_compat.ipynb #b1c7e402
+def is_view(t # A tensor
+    )->bool:
+    "Return whether autograd knows a tensor as a view"
+    return t._is_view()
 
 # %% ../nbs/00_compat.ipynb #6c9c8e7b
 def _as_it_is(*args): return args[-1]

@@ -23,6 +23,12 @@ def test_lines_and_cells_stay_short():
     assert statistics.median(len(lines) for _, lines in cells) <= 12
 
 
+def test_the_first_line_of_a_module_stays_short():
+    "A notebook's subtitle between quotes; what nbdev lists below it is wrapped by nbdev"
+    first = {p.relative_to(ROOT).as_posix(): len(p.read_text(encoding='utf-8').split('\n')[0]) for p in (ROOT/'fastbench').rglob('*.py')}
+    assert not {k: n for k, n in first.items() if n > 120}
+
+
 def private_names(source):
     "Names of torch and fastai that begin with an underscore: imported, or reached through a module"
     for n in ast.walk(ast.parse(source)):

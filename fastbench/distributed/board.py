@@ -152,14 +152,14 @@ def _stands(stack):
 
 
 # %% ../../nbs/distributed/10_board.ipynb #c5d7a912
-_exchanges = 'distributed_c10d.py','graph.py' # of PyTorch: collectives, and a backward pass with those of DDP
-
-def _hung(board, ranks, exchanging=True):
-    "Return what to say of the first of these processes that left the place where it stood"
+def _hung(board, ranks, but=()):
+    "Return what to say of the first of these processes that wrote where it stood; but: not in these files"
     for r in ranks:
         stands = _stands(stack := _text(board.file('stack', r)))
-        if stands and (exchanging or not any(f'({o}:' in stands.split(' < ')[0] for o in _exchanges)):
+        if stack and not any(f'({o}:' in stands.split(' < ')[0] for o in but):
             return dict(of_user=False, traceback=stack, rank=r, line=f'process {r} hung: it stood in {stands}')
+
+_exchanges = 'distributed_c10d.py','graph.py' # of PyTorch: collectives, and a backward pass with those of DDP
 
 # %% ../../nbs/distributed/10_board.ipynb #96cde892
 def _killed(code):
@@ -186,7 +186,7 @@ def blame(board:Board, # Board of processes that have ended
         r = min(errors, key=lambda r: errors[r]['time'])
         late = 'timed out' in errors[r]['line'].lower()
         ended = [o for o in errors if not errors[o]['traceback']] if late else []
-        if hung := _hung(board, ended, exchanging=False): return hung
+        if hung := _hung(board, ended, but=_exchanges): return hung
         return dict(errors[r], rank=r, line=f"process {r} and the others lost each other: {errors[r]['line']}")
     return dict(said, rank=None, line='no process has begun')
 

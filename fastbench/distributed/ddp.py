@@ -24,12 +24,6 @@ bn_types = nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d
 
 def _norms(model): return {n: m for n,m in model.named_modules() if n and isinstance(m, bn_types)}
 
-def _with_views(kwargs):
-    "Let gradients be views of what is sent, unless the user sets options of DDP"
-    handlers = kwargs.get('kwargs_handlers') or []
-    if any(isinstance(o, DistributedDataParallelKwargs) for o in handlers): return kwargs
-    return kwargs | dict(kwargs_handlers=[*handlers, DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
-
 @register_strategy
 class DDP(Strategy):
     "Whole weights in every process, by Accelerate"
@@ -37,7 +31,7 @@ class DDP(Strategy):
     def __init__(self, sync_bn=True, # Batch norm over all processes, on GPUs
                  **kwargs): # Of `Accelerator`: cpu=True for processes on a CPU
         super().__init__(sync_bn)
-        self.kwargs,self._replaced,self._params = kwargs,{},[]
+        self.kwargs,self._replaced = kwargs,{}
     def begin(self, learn):
         heed_srun()
         self.accelerator = Accelerator(**_with_views(self.kwargs))
@@ -46,25 +40,44 @@ class DDP(Strategy):
         if self.sync_bn and next(model.parameters()).device.type == 'cuda':
             self._replaced = _norms(model)
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        self._params = list(model.parameters())
         return self.accelerator.prepare(model)
 
     def unwrap(self, model):
-        self.after_backward() # of a step that was given up
         for n,m in self._replaced.items(): model.set_submodule(n, m)
-        self._replaced,self._params = {},[]
+        self._replaced = {}
 
     def check(self, model):
         if world_size() > 1 and not isinstance(model, DistributedDataParallel):
             raise UserError(f'{world_size()} processes are there, but Accelerate trains each by itself: '
                             'on CPUs pass cpu=True, on GPUs leave ACCELERATE_USE_CPU unset')
 
+# %% ../../nbs/distributed/03_ddp.ipynb #6d1f0b20
+def _with_views(kwargs):
+    "Let gradients be views of the buckets, unless the user sets options of DDP"
+    handlers = kwargs.get('kwargs_handlers') or []
+    if any(isinstance(o, DistributedDataParallelKwargs) for o in handlers): return kwargs
+    return kwargs | dict(kwargs_handlers=[*handlers, DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+
 # %% ../../nbs/distributed/03_ddp.ipynb #6d1f0b22
-@patch
-def after_backward(self:DDP):
-    "Let optimizers detach gradients in place"
-    for p in self._params:
+def _own_grads(params):
+    "Make gradients that are views tensors of their own, in the same memory"
+    for p in params:
         if p.grad is not None and is_view(p.grad): p.grad = p.grad.detach()
+
+@patch
+def during(self:DDP, learn # A Learner in a fit, with the model that is trained
+    ): # Call it when the fit is over
+    "Let the optimizer detach gradients in place"
+    model,opt = learn.model,learn.opt
+    if opt is None: return noop # a validation
+    def zero_grad(own):
+        _own_grads(p for ps in opt.param_lists for p in ps)
+        own()
+    undo = override(opt, 'zero_grad', zero_grad)
+    def end():
+        undo()
+        _own_grads(model.parameters())
+    return end
 
 # %% ../../nbs/distributed/03_ddp.ipynb #5a1c0e04
 @patch

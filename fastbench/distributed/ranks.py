@@ -194,11 +194,6 @@ def before_backward(self:RankTrainer):
 def _begun(self:RankTrainer, grad):
     call_after_backward(partial(noting(self.learn), GRADIENT_SYNC)) # DDP queues its own after it
 
-@patch
-def after_backward(self:RankTrainer):
-    "Make gradients what optimizers expect"
-    self.strategy.after_backward()
-
 # %% ../../nbs/distributed/05_ranks.ipynb #f9a1934e
 @patch
 def _repeats(self:RankTrainer, yes):

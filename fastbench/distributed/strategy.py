@@ -73,14 +73,6 @@ def unwrap(self:Strategy, model # Of the Learner
     ): "Undo what `wrap` did to the model itself"
 
 @patch
-def check(self:Strategy, model # That is trained
-    ): "Raise a `UserError` if the strategy is not in effect"
-
-# %% ../../nbs/distributed/02_strategy.ipynb #8e2d51f2
-@patch
-def after_backward(self:Strategy): "Make gradients what optimizers expect"
-
-@patch
 def before_validate(self:Strategy, model # That is trained
     ): "Synchronize what validation needs"
 
@@ -95,6 +87,10 @@ def during(self:Strategy, learn # A Learner in a fit, with the model that is tra
     ): # Call it when the fit is over
     "Set up what else a fit needs"
     return noop
+
+@patch
+def check(self:Strategy, model # That is trained
+    ): "Raise a `UserError` if the strategy is not in effect"
 
 # %% ../../nbs/distributed/02_strategy.ipynb #1b5d6ec5
 def twin(model:nn.Module # Of the user
