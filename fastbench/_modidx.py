@@ -2328,6 +2328,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastbench.draw.loader._named': ('draw/loader.html#_named', 'fastbench/draw/loader.py'),
                                        'fastbench.draw.loader._no_batch': ('draw/loader.html#_no_batch', 'fastbench/draw/loader.py'),
                                        'fastbench.draw.loader._nothing': ('draw/loader.html#_nothing', 'fastbench/draw/loader.py'),
+                                       'fastbench.draw.loader._target': ('draw/loader.html#_target', 'fastbench/draw/loader.py'),
                                        'fastbench.draw.loader._threads': ('draw/loader.html#_threads', 'fastbench/draw/loader.py'),
                                        'fastbench.draw.loader.image_class': ('draw/loader.html#image_class', 'fastbench/draw/loader.py'),
                                        'fastbench.draw.loader.image_parts': ('draw/loader.html#image_parts', 'fastbench/draw/loader.py')},

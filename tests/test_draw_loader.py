@@ -5,6 +5,7 @@ import threading
 import time
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from fastai.data.all import (CategoryBlock, ColReader, DataBlock, DataLoaders, D
                              get_image_files, parent_label)
 from fastai.callback.data import WeightedDL
 from fastai.data.core import TfmdDL
-from fastai.data.transforms import Categorize
+from fastai.data.transforms import Categorize, MultiCategorize, RegressionSetup
 from fastai.learner import Learner
-from fastai.torch_core import TensorImage, TensorImageBW, set_seed
+from fastai.torch_core import TensorCategory, TensorImage, TensorImageBW, set_seed
 from fastai.vision.all import (CropPad, FlipItem, ImageBlock, ImageDataLoaders, MaskBlock, PILImage, PILImageBW, PointBlock, RandomCrop, RandomResizedCrop, Resize, ResizeMethod,
                                imagenet_stats)
 from fasttransform import ItemTransform, Pipeline, Transform
@@ -27,7 +28,7 @@ from fastbench.distributed.ranks import RankDL
 from fastbench.draw.cut import CannotPlan, Crop, CropPlan, cut, cut_pixels, pick_divisor
 from fastbench.draw.decode import CorruptImage, decoders, read_header
 from fastbench.draw.fast import fast_images, why_not_fast
-from fastbench.draw.loader import PoolDL
+from fastbench.draw.loader import ImageItems, PoolDL
 from fastbench.draw.pool import StuckWorker, Threads, in_threads
 from fastbench.draw.seeded import SeededDL
 from fastbench.errors import UserError
@@ -58,6 +59,37 @@ def folder(tmp_path_factory):
         im = photo(90 + 7*i, 160 - 3*i, seed=i)
         fn.write_bytes(saved(im.convert('L') if i == 5 else im, 'PNG' if i % 7 == 0 else 'JPEG'))
     return root
+
+
+class Shouts(Categorize):
+    "A user's own"
+    def encodes(self, o): return TensorCategory(self.vocab.o2i[o] + 100)
+
+
+def odd(i): return i % 2
+def text(i): return str(i)
+def parity(i): return 'even odd'.split()[i % 2]
+def numpy_number(i): return np.int64(i % 2)
+
+
+@pytest.mark.parametrize('target', [[odd, Categorize], [parity, Categorize], [numpy_number, Categorize], [odd, Shouts], [lambda i: ['even', 'odd'][:1 + i % 2], MultiCategorize], [odd, RegressionSetup],
+                                    [text, Categorize(vocab=['4', '5'], add_na=True)], [lambda i: float(i)], [odd]], ids=str)
+def test_targets_are_what_fastai_makes(target):
+    data = Datasets([4, 7, 5, 6], [[lambda i: np.full((2, 3), i, np.uint8), PILImageBW.create], target], splits=[[0, 1], [2, 3]])
+    for part in (data.train, data.valid):
+        for i in range(2):
+            (got,), want = ImageItems(part).others(i), part.tls[1][i]
+            assert type(got) is type(want) and np.array_equal(got, want) and getattr(got, 'dtype', None) == getattr(want, 'dtype', None)
+
+
+def test_targets_that_fastai_refuses_are_refused_in_its_words():
+    for tfm, x in ((Categorize(vocab=['4']), 7), (Categorize(vocab=['4', 'x']), ('a', 'x'))):
+        data = Datasets([4], [[lambda i: np.full((2, 3), i, np.uint8), PILImageBW.create], [text, tfm]])
+        tl = data.tls[1]
+        tl.tfms.fs[0] = Transform(lambda o, x=x: x)
+        with pytest.raises(KeyError) as said: ImageItems.others(SimpleNamespace(rest=[tl]), 0)
+        with pytest.raises(KeyError) as own: tl[0]
+        assert str(said.value) == str(own.value)
 
 
 def block(item_tfms, blocks=(ImageBlock, CategoryBlock), get_y=parent_label, **kwargs):

@@ -12,9 +12,10 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
-from fastai.data.core import Datasets
+from fastai.data.core import Datasets, TfmdLists
 from fastai.data.load import SkipItemException, chunked
-from fastai.torch_core import TensorImageBase
+from fastai.data.transforms import Categorize
+from fastai.torch_core import TensorCategory, TensorImageBase
 from fastai.vision.core import PILBase, PILImage, TensorBBox, TensorPoint
 from fastcore.basics import merge, noop, patch
 from fastcore.foundation import L
@@ -79,11 +80,23 @@ def file(self:ImageItems, i # Number of the item
     tl = self.dataset.tls[self.at]
     return compose_tfms(L.__getitem__(tl, i), self.before, split_idx=tl.tfms.split_idx)
 
+# %% ../../nbs/draw/05_loader.ipynb #53e5ff01
+def _target(f, o, split_idx):
+    "What a transform makes of a part of an item"
+    if type(f) is Categorize and type(o) in (str, int) and f.split_idx in (None, split_idx):
+        k = getattr(f.vocab, 'o2i', {}).get(o)
+        if type(k) is int: return torch.Tensor.as_subclass(torch.tensor(k), TensorCategory)
+    return f(o, split_idx=split_idx)
+
 @patch
 def others(self:ImageItems, i # Number of the item
     )->tuple: # One for each part that is not the image
     "The targets of an item"
-    return tuple(tl[i] for tl in self.rest)
+    def made(tl):
+        o = L.__getitem__(tl, i)
+        for f in tl.tfms.fs: o = _target(f, o, tl.tfms.split_idx)
+        return o
+    return tuple(made(o) if type(o) is TfmdLists else o[i] for o in self.rest)
 
 # %% ../../nbs/draw/05_loader.ipynb #820bee29
 class InMemory(NamedTuple):
