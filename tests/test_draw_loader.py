@@ -72,10 +72,13 @@ def parity(i): return 'even odd'.split()[i % 2]
 def numpy_number(i): return np.int64(i % 2)
 
 
-@pytest.mark.parametrize('target', [[odd, Categorize], [parity, Categorize], [numpy_number, Categorize], [odd, Shouts], [lambda i: ['even', 'odd'][:1 + i % 2], MultiCategorize], [odd, RegressionSetup],
-                                    [text, Categorize(vocab=['4', '5'], add_na=True)], [lambda i: float(i)], [odd]], ids=str)
-def test_targets_are_what_fastai_makes(target):
-    data = Datasets([4, 7, 5, 6], [[lambda i: np.full((2, 3), i, np.uint8), PILImageBW.create], target], splits=[[0, 1], [2, 3]])
+TARGETS = dict(numbers=[odd, Categorize], names=[parity, Categorize], numpy=[numpy_number, Categorize], subclass=[odd, Shouts], several=[lambda i: ['even', 'odd'][:1 + i % 2], MultiCategorize],
+               regression=[odd, RegressionSetup], unknown=[text, Categorize(vocab=['4', '5'], add_na=True)], floats=[lambda i: float(i)], plain=[odd])
+
+
+@pytest.mark.parametrize('name', TARGETS)
+def test_targets_are_what_fastai_makes(name):
+    data = Datasets([4, 7, 5, 6], [[lambda i: np.full((2, 3), i, np.uint8), PILImageBW.create], TARGETS[name]], splits=[[0, 1], [2, 3]])
     for part in (data.train, data.valid):
         for i in range(2):
             (got,), want = ImageItems(part).others(i), part.tls[1][i]
