@@ -61,8 +61,7 @@ def folder(tmp_path_factory):
     return root
 
 
-class Shouts(Categorize):
-    "A user's own"
+class OwnCategorize(Categorize):
     def encodes(self, o): return TensorCategory(self.vocab.o2i[o] + 100)
 
 
@@ -72,7 +71,7 @@ def parity(i): return 'even odd'.split()[i % 2]
 def numpy_number(i): return np.int64(i % 2)
 
 
-TARGETS = dict(numbers=[odd, Categorize], names=[parity, Categorize], numpy=[numpy_number, Categorize], subclass=[odd, Shouts], several=[lambda i: ['even', 'odd'][:1 + i % 2], MultiCategorize],
+TARGETS = dict(numbers=[odd, Categorize], names=[parity, Categorize], numpy=[numpy_number, Categorize], subclass=[odd, OwnCategorize], several=[lambda i: ['even', 'odd'][:1 + i % 2], MultiCategorize],
                regression=[odd, RegressionSetup], unknown=[text, Categorize(vocab=['4', '5'], add_na=True)], floats=[lambda i: float(i)], plain=[odd])
 
 

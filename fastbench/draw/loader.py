@@ -93,9 +93,8 @@ def others(self:ImageItems, i # Number of the item
     )->tuple: # One for each part that is not the image
     "The targets of an item"
     def made(tl):
-        o = L.__getitem__(tl, i)
-        for f in tl.tfms.fs: o = _target(f, o, tl.tfms.split_idx)
-        return o
+        fs = [partial(_target, f) for f in tl.tfms.fs]
+        return compose_tfms(L.__getitem__(tl, i), fs, split_idx=tl.tfms.split_idx)
     return tuple(made(o) if type(o) is TfmdLists else o[i] for o in self.rest)
 
 # %% ../../nbs/draw/05_loader.ipynb #820bee29
