@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import TensorText
 from fastai.torch_core import TensorImage, set_seed
 from fastai.vision.augment import FlipItem, RandomResizedCrop, Resize
-from fastai.vision.core import PILImage, imagenet_stats
+from fastai.vision.core import PILImage, PILImageBW, imagenet_stats
 from fastai.vision.data import ImageBlock, MaskBlock
 from fasttransform import Transform
 from PIL import Image
@@ -37,13 +38,15 @@ from fastbench.draw import build as build_room
 from fastbench.draw import decode as decode_room
 from fastbench.draw.batch import batch_augment
 from fastbench.draw.build import Items, NoSpace, open_store
-from fastbench.draw.cached import CachedLoaders, batch_crop, cached
+from fastbench.draw.cached import CachedLoaders, cached
 from fastbench.draw.crop import BatchFit, crop_slices
 from fastbench.draw.describe import NoFingerprint, describe, fingerprint, fingerprint_items
 from fastbench.draw.fast import fast_images
 from fastbench.draw.kept import FORMAT, clear_caches, kept_caches, read_about
 from fastbench.draw.memory import RecycledMemory
+from fastbench.draw.pool import StuckWorker
 from fastbench.draw.store import PartWriter, as_bytes, encoded, from_bytes
+from fastbench.draw.whole import batch_crop
 from fastbench.errors import UserError
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -312,6 +315,58 @@ def test_channels_last_has_the_same_numbers(pets, tmp_path):
         assert torch.equal(x, x2) and torch.equal(y, y2)
     assert last.train.new().channels_last
     with pytest.raises(UserError, match='add whole=True'): cached(make(pets), tmp_path/'c', channels_last=True)
+
+
+def cutters(): return [o for o in threading.enumerate() if o.name.startswith('fastbench-draw')]
+
+
+@pytest.mark.parametrize('kwargs', [dict(), dict(channels_last=True), dict(encode='jpeg'), dict(store='parquet', size=40)], ids=['plain', 'channels-last', 'jpeg', 'parquet'])
+@pytest.mark.parametrize('image', [PILImage, PILImageBW], ids=['rgb', 'grey'])
+def test_threads_cut_the_same_batches(pets, tmp_path, kwargs, image):
+    block = DataBlock((ImageBlock(image), CategoryBlock), get_items=sorted_files, get_y=parent_label, splitter=FuncSplitter(is_valid), item_tfms=CROP)
+    plain = block.dataloaders(pets, bs=20, num_workers=0, device='cpu')  # more than one piece each
+    alone, *others = (cached(plain, tmp_path/'c', whole=True, workers=0, threads=o, **kwargs) for o in (0, 1, 3))
+    assert [o.train.threads for o in (alone, *others)] == [0, 1, 3] and others[1].train.new().threads == 3
+    for other in others:
+        for i in range(2): equal(epochs(alone[i]), epochs(other[i]))
+    assert not cutters()
+
+
+def test_threads_stack_what_is_not_cut(pets, tmp_path):
+    plain = make(pets, [Resize(24, method='squish')])
+    equal(*(epochs(cached(plain, tmp_path/'c', whole=True, workers=0, threads=o).train) for o in (0, 2)))
+
+
+def test_threads_of_a_cache_end_with_its_loop(pets, tmp_path):
+    dl = cached(make(pets), tmp_path/'c', whole=True, workers=0, threads=2).train
+    for b in dl: assert cutters()
+    for b in dl: break
+    del b
+    dl.one_batch()
+    assert not cutters() and len(list(dl)) == 4 and 'begin_more' not in vars(dl)
+    with pytest.raises(UserError, match=r'threads=2 is for whole batches: .*fast_images\(cached\(dls\)\)'): cached(make(pets), tmp_path/'c', threads=2)
+
+
+def test_a_cache_whose_drive_is_gone_is_named(pets, tmp_path):
+    dl = cached(make(pets), tmp_path/'c', whole=True, workers=0, threads=2).train.new(item_timeout=.3)
+    dl.dataset.store.image = lambda i: time.sleep(1)
+    with pytest.raises(StuckWorker, match=r'a loader has been at the cache pets-train-\w+ for .* hangs') as e: list(dl)
+    assert len(str(e.value).splitlines()) == 1
+    del dl.dataset.store.image
+
+
+def test_beside_a_gpu_threads_cut_into_pinned_memory(pets, tmp_path, monkeypatch, gpu):
+    monkeypatch.setattr('fastbench.draw.loader.worker_cores', lambda: 6)
+    host = cached(make(pets), tmp_path/'c', whole=True, workers=0)
+    want = [x.clone() for x, _ in epochs(host.train, 1)]
+    dls = cached(make(pets).to('cuda'), tmp_path/'c', whole=True, workers=0)
+    assert (host.train.threads, dls.train.threads) == (0, 4)
+    assert dls.train._begun([0, 1])[0].fields[0].is_pinned(), 'no copy is made to pin it'
+    del gpu.copies[:]
+    got = [x for x, _ in epochs(dls.train, 1)]
+    images = [o for o in gpu.copies if o.bytes == 8*3*32*32]
+    assert len(images) == 4 and all(o.pinned and not o.blocking for o in images) and not gpu.races
+    for a, b in zip(want, got): assert b.device.type == 'cuda' and (a - b.cpu()).abs().max() < 1e-4
 
 
 class Nothing(Transform):

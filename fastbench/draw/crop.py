@@ -239,15 +239,14 @@ def draw_boxes(self:BatchCrop,
 @patch
 def cut_each(self:BatchCrop,
              images, # A list of arrays of bytes: (height, width, channels) each, of any size
-             training, # At random, or in the middle?
-             scale=None, # In training, as for `crop_slices`
-             out=None, # Likewise
+             drawn=None, # Boxes and which are mirrored, as `draw_boxes` gives them; None: the middle, as in validation
+             scale=None, # As for `crop_slices`
+             out=None, # Written into; None: new memory
     ): # (n, channels, *size)
     "A batch of images of different sizes"
-    if not training: return torch.cat([self.middle(_slice(x, 0, 0, *x.shape[:2])) for x in images])
-    h,w = np.array([x.shape[:2] for x in images]).T
-    boxes,mirror = self.draw_boxes(len(images), h, w)
-    return crop_slices(images, boxes, self.size, mirror, scale, out)
+    if drawn: return crop_slices(images, drawn[0], self.size, drawn[1], scale, out)
+    res = torch.cat([self.middle(_slice(x, 0, 0, *x.shape[:2])) for x in images])
+    return res if out is None else out.copy_(res)
 
 # %% ../../nbs/draw/11_crop.ipynb #5c1b5dcb
 @patch(as_prop=True)

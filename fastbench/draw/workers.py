@@ -20,8 +20,7 @@ from ..errors import UserError
 from ..machine.environment import worker_cores
 from ..train.transfer import CopiesAhead
 from .fast import with_loaders
-from .loader import PoolDL
-from .pool import StuckWorker, stuck
+from .pool import DrawsInThreads, StuckWorker, stuck
 from .seeded import SeededDL, item_name
 
 # %% ../../nbs/draw/07_workers.ipynb #3e9b7811
@@ -33,7 +32,7 @@ def worker_counts(cores:int # Processor cores that may be used
     return res if res[-1] == cores else [*res, cores]
 
 def _with(dl, n):
-    return dl.new(threads=n, n=dl.n) if isinstance(dl, PoolDL) else dl.new(num_workers=n, n=dl.n)
+    return dl.new(threads=n, n=dl.n) if isinstance(dl, DrawsInThreads) else dl.new(num_workers=n, n=dl.n)
 
 def time_workers(dl, # A loader of fastai
                  counts=None, # Numbers of workers to try; None: `worker_counts` of this machine
@@ -177,7 +176,7 @@ def auto_workers(dls:DataLoaders, # Of fastai; what `fast_images` gives has thre
     rates = time_workers(dls.train, counts, batches)
     n = best_count(rates)
     def make(dl):
-        if isinstance(dl, PoolDL): return dl.new(threads=n, n=dl.n, item_timeout=item_timeout)
+        if isinstance(dl, DrawsInThreads): return dl.new(threads=n, n=dl.n, item_timeout=item_timeout)
         res = dl.new(cls=_WATCHED.get(type(dl), type(dl)), num_workers=n, n=dl.n)
         if isinstance(res, Watched): res.item_timeout = item_timeout
         return res
@@ -185,6 +184,6 @@ def auto_workers(dls:DataLoaders, # Of fastai; what `fast_images` gives has thre
     for new,old in zip(loaders, dls.loaders): new.rng.setstate(old.rng.getstate())
     res = with_loaders(dls, loaders)
     res.workers,res.worker_rates = n,{k: round(r) for k,(r,_) in rates.items()}
-    of = 'threads' if isinstance(dls.train, PoolDL) else 'workers'
+    of = 'threads' if isinstance(dls.train, DrawsInThreads) else 'workers'
     if isinstance(info := vars(dls).get('info'), dict): res.info = info | {of: n}
     return res
