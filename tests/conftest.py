@@ -9,7 +9,7 @@ from browser import browser, visit  # fixtures, for pages
 
 ROOT = Path(__file__).resolve().parent.parent
 # files that take a minute and more, those that mostly wait at the very beginning: what is long and begins last is waited for by all
-LONG = [f'test_{o}.py' for o in ('slurm', 'docs', 'own', 'hosts', 'waits', 'resume', 'on_gpu', 'dawn', 'batch_size', 'report', 'packed', 'processes', 'launch', 'real_model', 'kinds', 'device_clock')]
+LONG = [f'test_{o}.py' for o in ('slurm', 'docs', 'own', 'hosts', 'waits', 'resume', 'on_gpu', 'dawn', 'batch_size', 'report', 'packed', 'processes', 'launch', 'real_model', 'kinds', 'device_clock', 'scale', 'selftest')]
 
 
 def pytest_configure(): gc.disable()

@@ -47,6 +47,7 @@ from fastbench.draw.memory import RecycledMemory
 from fastbench.draw.pool import StuckWorker
 from fastbench.draw.store import PartWriter, as_bytes, encoded, from_bytes
 from fastbench.draw.whole import batch_crop
+from fastbench.draw.workers import auto_workers
 from fastbench.errors import UserError
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -345,6 +346,9 @@ def test_threads_of_a_cache_end_with_its_loop(pets, tmp_path):
     dl.one_batch()
     assert not cutters() and len(list(dl)) == 4 and 'begin_more' not in vars(dl)
     with pytest.raises(UserError, match=r'threads=2 is for whole batches: .*fast_images\(cached\(dls\)\)'): cached(make(pets), tmp_path/'c', threads=2)
+    with pytest.raises(UserError, match=r'a CachedDL, which has threads of its own: cached\(\.\.\., threads=2\)'): fast_images(cached(make(pets), tmp_path/'c', whole=True, workers=0))
+    best = auto_workers(cached(make(pets), tmp_path/'c', whole=True, workers=0), counts=[0, 2], batches=2)
+    assert best.train.threads == best.workers in (0, 2) and list(best.worker_rates) == [0, 2]
 
 
 def test_a_cache_whose_drive_is_gone_is_named(pets, tmp_path):

@@ -16,6 +16,7 @@ from ..errors import UserError
 from .cut import CannotPlan, CropPlan
 from .fastest import choose_decoder
 from .loader import PoolDL, image_parts
+from .pool import DrawsInThreads
 from .seeded import SeededDL
 
 # %% ../../nbs/draw/06_fast.ipynb #3c30acac
@@ -24,6 +25,8 @@ _OWN = 'create_batches', 'create_item', 'create_batch', 'do_batch', 'retain'
 
 def _check_loader(dl):
     if isinstance(dl, PoolDL): return
+    if isinstance(dl, DrawsInThreads):
+        raise CannotPlan(f'its loader is a {type(dl).__name__}, which has threads of its own: cached(..., threads=2)')
     if type(dl) not in (TfmdDL, SeededDL):
         raise CannotPlan(f'its loader is a {type(dl).__name__}, which makes its batches in a way of its own')
     own = [o for o in _OWN if not isinstance(getattr(dl, o), MethodType)]

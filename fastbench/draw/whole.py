@@ -76,18 +76,19 @@ class CachedDL(DrawsInThreads, DrawsByItem, CopiesAhead, TfmdDL):
                  **kwargs):
         super().__init__(dataset, **kwargs)
         self.crop,self.source,self.memory = crop,source,RecycledMemory(prefetch + 4)
-        self.channels_last,self.asked,self.prefetch,self.item_timeout = channels_last,threads,prefetch,item_timeout
+        self.channels_last,self.asked_threads = channels_last,threads
+        self.prefetch,self.item_timeout = prefetch,item_timeout
         if source is not None: self.rng.setstate(source.rng.getstate())
 
     def new(self, dataset=None, cls=None, **kwargs):
         if dataset is not None and not isinstance(dataset, CachedItems): return self.source.new(dataset, cls, **kwargs)
         mine = {k: getattr(self, k) for k in ('crop', 'source', 'channels_last', 'prefetch', 'item_timeout')}
-        return super().new(dataset, cls, **merge(mine, dict(threads=self.asked), kwargs))
+        return super().new(dataset, cls, **merge(mine, dict(threads=self.asked_threads), kwargs))
 
     @property
     def threads(self):
         "How many cut batches; 0: they are cut when they are asked for"
-        if self.asked is not None: return self.asked
+        if self.asked_threads is not None: return self.asked_threads
         return min(4, threads_of_rank()) if self._pinned() else 0
 
     def randomize(self):
