@@ -5,6 +5,7 @@
     python benchmarks/draw.py rows
     python benchmarks/draw.py threads
     python benchmarks/draw.py loader
+    python benchmarks/draw.py beside
     python benchmarks/draw.py accuracy
 
 JPEGs of about 400x350 pixels and 78 KB, made from the two photographs that come with scikit-learn. Everything in one process, in turns, there and back (`fastbench.compare.paired.time_rounds`); a ratio is the median of the rounds' ratios, with their quartiles.
@@ -15,6 +16,8 @@ threads: every decoder in one, four and as many threads as there are cores, and 
 loader: an epoch with 2 threads, beside an epoch of fastai's loader with 2 worker processes. Bar: 4 times as fast, with fastai's default augmentation (`aug_transforms`) and without. Two crops are shown: `Resize`, for which every image can be halved,
 and `RandomResizedCrop`, for which only the larger crops can. The default augmentation is `aug_transforms` on fastai's side and `batch_augment` with the same distributions on ours. Where another program
 has a core, the processor's seconds for an image say more than the clock: both are printed, the verdict is by the clock.
+beside: how much longer a step takes that is bound by Python (2,000 small operations, as where a GPU computes faster than Python launches) while a loader draws the next batch: with its threads in the process of the training, and in one
+of their own. No bar. The loader needs processor time in both cases: the difference between them is Python's lock.
 accuracy: `photos-xresnet18` at 64 pixels trained to its end as it is and with 2 loader threads, 5 runs of each in turns, each pair with a seed of its own (`fastbench.compare.ab`). Bars: the median run with threads waits for less than 2% of its step;
 and its accuracy is that of the other, within 3 points: the 90% interval of the mean difference (paired t, so that two one-sided tests hold at 5%) lies inside.
 """
@@ -222,6 +225,24 @@ def bench_loader(args):
     return ok
 
 
+def bench_beside(args):
+    x = torch.zeros(8)
+    def step():
+        start = perf_counter()
+        for _ in range(2000): x.add_(1)
+        return perf_counter() - start
+    def beside(dl): return lambda: median(step() for _ in dl)
+    with tempfile.TemporaryDirectory() as tmp:
+        dls = make(folder_of(jpegs(args.images), tmp), Resize(SIDE), None, 0)
+        ways = {(n, o): fast_images(dls, threads=n, processes=o).train for n in (1, args.workers) for o in (0, 1)}
+        times = time_rounds(dict(alone=lambda: median(step() for _ in range(9))) | {k: beside(dl) for k, dl in ways.items()}, args.rounds)
+    print(f'a step alone: {1e3*median(times["alone"]):.1f} ms')
+    for n, o in ways:
+        got, (lo, _, hi) = ratio(times, (n, o), 'alone')
+        print(f'beside {n} thread{"s"*(n > 1)} of {"another" if o else "its own"} process: {got:.2f} times as long ({lo:.2f} to {hi:.2f})', flush=True)
+    return True
+
+
 def equivalent(differences, margin, level=.9):
     "Mean difference, its interval, and whether all of that lies within the margin"
     n = len(differences)
@@ -252,15 +273,15 @@ def told(d):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('part', choices=['decode', 'rows', 'threads', 'loader', 'accuracy'])
-    parser.add_argument('--images', type=int, help='default: 96 to decode and for rows, 256 for threads, 640 to load')
-    parser.add_argument('--rounds', type=int, help='default: 30 to decode, 12 for rows, 3 for threads, 4 to load, 5 pairs to train')
+    parser.add_argument('part', choices=['decode', 'rows', 'threads', 'loader', 'beside', 'accuracy'])
+    parser.add_argument('--images', type=int, help='default: 96 to decode and for rows, 256 for threads, 640 to load, 360 for beside')
+    parser.add_argument('--rounds', type=int, help='default: 30 to decode, 12 for rows and beside, 3 for threads, 4 to load, 5 pairs to train')
     parser.add_argument('--workers', type=int, default=2, help='worker processes of fastai, threads of ours')
     parser.add_argument('--epochs', type=int, help='of each training; default: those of the recipe')
     parser.add_argument('--sample', type=float, help='share of the images, to try it; default: all')
     parser.add_argument('--margin', type=float, default=.03, help='difference in accuracy that does not matter, as a share')
     args = parser.parse_args()
-    run, images, rounds = dict(decode=(bench_decode, 96, 30), rows=(bench_rows, 96, 12), threads=(bench_threads, 256, 3), loader=(bench_loader, 640, 4), accuracy=(bench_accuracy, 0, 5))[args.part]
+    run, images, rounds = dict(decode=(bench_decode, 96, 30), rows=(bench_rows, 96, 12), threads=(bench_threads, 256, 3), loader=(bench_loader, 640, 4), beside=(bench_beside, 360, 12), accuracy=(bench_accuracy, 0, 5))[args.part]
     args.images, args.rounds = args.images or images, args.rounds or rounds
     if args.part != 'accuracy': torch.set_num_threads(1)
     sys.exit(0 if run(args) else 1)

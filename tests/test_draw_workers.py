@@ -16,11 +16,12 @@ from fastai.data.core import DataLoaders, TfmdDL
 
 from fastbench.bench.learner import bench_learner
 from fastbench.draw import workers
+from fastbench.draw.decode import CorruptImage
 from fastbench.draw.fast import fast_images
 from fastbench.draw.loader import PoolDL
 from fastbench.draw.pool import StuckWorker
 from fastbench.draw.seeded import SeededDL
-from fastbench.draw.workers import WatchedDL, WatchedSeededDL, auto_workers, best_count, time_workers, worker_counts
+from fastbench.draw.workers import WatchedDL, WatchedPoolDL, WatchedSeededDL, auto_workers, best_count, time_workers, worker_counts
 from fastbench.errors import UserError
 from test_draw_loader import folder, loaders, same, seeded  # noqa: F401
 
@@ -188,3 +189,70 @@ def test_a_broken_connection_without_a_death_is_told_as_it_is(monkeypatch):
     with pytest.raises(RuntimeError, match=rf'\(pid\(s\) {p.pid}\) exited unexpectedly'): next(workers._waited(batches(), board))
     p.wait()
     shutil.rmtree(board.folder)
+
+
+# Threads in processes of their own
+
+def in_processes(folder, n=1, threads=2, what=None, **kwargs):  # noqa: F811
+    "A loader whose threads are in other processes; `what` happens at item 5"
+    res = seeded(folder, WatchedPoolDL, threads=threads, num_workers=n, **kwargs)
+    own = res.parts.others
+    if what: res.parts.others = lambda i: (what() if i == 5 else None, own(i))[1]
+    return res
+
+
+@pytest.mark.parametrize('n, threads', [(1, 2), (2, 1), (2, 0)])
+def test_threads_of_other_processes_draw_the_same(folder, n, threads):  # noqa: F811
+    alone, dl = seeded(folder, PoolDL, threads=0), in_processes(folder, n, threads)
+    first, second = ((list(alone), list(dl)) for _ in range(2))
+    assert same(*first) and same(*second) and not same(first[0], second[0])
+
+
+def test_fast_images_in_a_process(folder):  # noqa: F811
+    dls, few = loaders(folder), fast_images(loaders(folder), threads=2)
+    fast = fast_images(dls, threads=2, processes=1)
+    assert type(fast.train) is WatchedPoolDL and (fast.train.fake_l.num_workers, fast.train.threads) == (1, 2)
+    assert type(fast_images(fast).train) is PoolDL and fast_images(fast).train.fake_l.num_workers == 0
+    for i in range(2): assert same(list(few[i]), list(fast[i]))
+    assert same([few.train.one_batch()], [fast.train.one_batch()])
+    with pytest.raises(UserError, match='skip_bad=True lists what it left out in the process of the training: leave processes out') as e: fast_images(dls, processes=1, skip_bad=True)
+    one_line(e)
+
+
+def test_each_process_has_its_share_of_the_cores(folder, monkeypatch):  # noqa: F811
+    monkeypatch.setattr('fastbench.draw.loader.worker_cores', lambda: 6)
+    assert [seeded(folder, WatchedPoolDL, num_workers=n).threads for n in (0, 1, 2, 9)] == [6, 6, 3, 1]
+
+
+def test_a_thread_of_another_process_that_hangs(folder):  # noqa: F811
+    with pytest.raises(StuckWorker, match=r'a loader has been at \S+\.jpg for .* hangs') as e: list(in_processes(folder, what=hang, item_timeout=1.))
+    assert '<lambda>' in one_line(e)
+
+
+def stopped(): os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_process_of_threads_that_stands_still(folder):  # noqa: F811
+    "None of its threads can say so"
+    with pytest.raises(StuckWorker, match=r'a loader has been at \S+\.jpg for .* hangs') as e: list(in_processes(folder, what=stopped, item_timeout=1.))
+    one_line(e)
+
+
+@pytest.mark.parametrize('what', [leave, killed])
+def test_a_process_of_threads_that_dies(folder, what):  # noqa: F811
+    with pytest.raises(StuckWorker, match=r'a loader died at \S+\.jpg') as e: list(in_processes(folder, what=what))
+    one_line(e)
+
+
+def test_a_file_that_such_a_process_cannot_read(folder, tmp_path):  # noqa: F811
+    shutil.copytree(folder, tmp_path/'copy')
+    bad = sorted((tmp_path/'copy').rglob('*.jpg'))[3]
+    bad.write_bytes(bad.read_bytes()[:500])
+    with pytest.raises(CorruptImage, match=f'cannot read the image .*{bad.name}') as e: list(in_processes(tmp_path/'copy'))
+    one_line(e)
+
+
+def test_beside_a_gpu_another_process_pins_nothing(folder, gpu):  # noqa: F811
+    dl = fast_images(loaders(folder).to('cuda'), threads=1, processes=1).train
+    x, _ = list(dl)[-1]
+    assert x.device.type == 'cuda' and all(o.pinned for o in gpu.copies if o.bytes == x.numel())

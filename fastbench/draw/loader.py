@@ -134,17 +134,18 @@ class PoolDL(DrawsInThreads, SeededDL):
     stations = ('read', 'read'),('decode', 'decode and crop'),('label', 'targets')  # that threads work at
     told = None  # Called with the number of a station and its seconds, while stations are timed
     def __init__(self, dataset, # A `Datasets` of which a part is opened by `PILImage.create`, or `CachedItems`
-                 threads=None, # How many; None: one for each core of this process; 0: none
+                 threads=None, # How many, in each process that draws; None: one for each core; 0: none
                  decoder='auto', # Who decodes; auto: the fastest that is installed
                  exact=False, # Pillow's pixels at full size, resized by Pillow
                  item_timeout=8., # Seconds after which an item counts as hung; 0: never
                  skip_bad=False, # Leave out images that cannot be read, count and list them in `skipped`
                  seed=None, # Of order and augmentation; None: fastai's order
-                 num_workers=0, # Processes: none are wanted
+                 num_workers=0, # Processes that hold the threads; 0: this one
                  **kwargs):
         super().__init__(dataset, seed=seed, num_workers=num_workers, **kwargs)
         if seed is None: self.rng = random.Random(random.getrandbits(32)) # as fastai's: `set_seed` holds
-        self.threads,self.decoder,self.exact = threads_of_rank() if threads is None else threads,decoder,exact
+        if threads is None: threads = max(1, threads_of_rank()//max(1, num_workers))
+        self.threads,self.decoder,self.exact = threads,decoder,exact
         self.item_timeout,self.skip_bad,self.skipped = item_timeout,skip_bad,{}
         try: self.parts = image_parts(dataset)
         except CannotPlan: self.parts = None

@@ -14,6 +14,7 @@ from time import monotonic
 
 import torch
 from fastcore.basics import noop
+from torch.utils.data import get_worker_info
 
 from ..errors import UserError
 
@@ -128,6 +129,7 @@ def in_threads(batches, # Iterable of (what is being made, items)
             yield made
         return
     threads,coming,batches,missed = Threads(n),deque(),iter(batches),0
+    wait = 2.
     def begin():
         for made,items in batches:
             parts = [items[i:i+piece] for i in range(0, len(items), piece)]
@@ -148,7 +150,8 @@ def in_threads(batches, # Iterable of (what is being made, items)
             yield made
             missed = missed+1 if len(coming) == left else 0
             if missed > 1: hand = None # nobody begins more; once is a batch that is copied ahead
-    finally: threads.close()
+    except StuckWorker: wait = 0.; raise # for one that will not end
+    finally: threads.close(wait)
 
 # %% ../../nbs/draw/04_pool.ipynb #poolmix2
 class DrawsInThreads:
@@ -180,4 +183,5 @@ class DrawsInThreads:
             yield b
 
     def _pinned(self):
-        return self.device is not None and torch.device(self.device).type == 'cuda' and torch.cuda.is_available()
+        if self.device is None or torch.device(self.device).type != 'cuda' or get_worker_info(): return False
+        return torch.cuda.is_available() # which a worker process cannot use

@@ -14,6 +14,7 @@ from fastcore.basics import merge
 
 from ..train.transfer import CopiesAhead
 from .decode import CorruptImage, unreadable
+from ..errors import UserError
 
 # %% ../../nbs/draw/02_seeded.ipynb #755bd566
 def item_name(dataset, # Of fastai, with `items`
@@ -34,13 +35,13 @@ def item_seed(epoch_key:int, # Drawn once an epoch
 
 # %% ../../nbs/draw/02_seeded.ipynb #cd98e802
 class NamesImage:
-    "Let a loader, the base after this one, raise a worker's `CorruptImage` as a single line"
+    "Let a loader, the base after this one, raise an error of ours from a worker as the single line that it is"
     def __iter__(self):
         try: yield from super().__iter__()
-        except CorruptImage as e: # a worker's has its traceback as its text
-            lines = re.findall(r'^(?:\S+\.)?CorruptImage: (.*)$', str(e), re.M)
+        except UserError as e: # a worker's has its traceback as its text
+            lines = re.findall(rf'^(?:\S+\.)?{type(e).__name__}: (.*)$', str(e), re.M)
             if not lines: raise
-            raise CorruptImage(lines[-1]) from None
+            raise type(e)(lines[-1]) from None
 
 # %% ../../nbs/draw/02_seeded.ipynb #a826dfbf
 class DrawsByItem:

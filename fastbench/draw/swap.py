@@ -17,7 +17,7 @@ from .batch import BatchNormalize
 from .colour import BatchColour
 from .crop import BatchFlip
 from .erase import BatchErase
-from .fast import with_loaders
+from .workers import with_loaders
 from ..errors import UserError
 
 # %% ../../nbs/draw/18_swap.ipynb #355647a2
