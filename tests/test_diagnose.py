@@ -66,6 +66,13 @@ def test_a_remedy_that_does_not_apply_says_why(monkeypatch):
     assert row['why'] and row['step'] is None
 
 
+def test_what_helps_beside_a_gpu_alone_is_not_tried_without_one(monkeypatch):
+    assert [o.line for o in remedies if o.gpu] == ['learn.fast_images(processes=1)']
+    def must_not(learn): raise AssertionError('tried')
+    monkeypatch.setattr(diagnose, 'remedies', [Remedy('with a GPU', 'f()', must_not, gpu=True)])
+    assert [r['name'] for r in learner().diagnose_input(1).remedies.rows] == ['twice the cores']
+
+
 @pytest.mark.parametrize('n, says', [(16, 'an epoch has 2 batches'), (4, 'an epoch has')])
 def test_too_few_batches_are_named(n, says):
     with pytest.raises(UserError, match=says): learner(loaders(n)).diagnose_input(1)

@@ -103,6 +103,7 @@ class Remedy(NamedTuple):
     line: str # What to write
     make: object # From a Learner to its new `DataLoaders`; raises `UserError` where it does not apply
     change: str = None # The field of a recipe of your own function that does it, for `--set`
+    gpu: bool = False # Is it tried only where a GPU computes?
 
 remedies = []
 
@@ -114,6 +115,8 @@ def _with_workers(learn):
 remedies.append(Remedy('a worker for each core', 'num_workers={cores}', _with_workers))
 remedies.append(Remedy('decoding by threads', 'learn.fast_images()', lambda learn: fast_images(learn.dls),
                        'fast_images=true'))
+remedies.append(Remedy('these threads in another process', 'learn.fast_images(processes=1)',
+                       lambda learn: fast_images(learn.dls, processes=1), gpu=True))
 remedies.append(Remedy('faster augmentation', 'learn.fast_augment()', lambda learn: fast_augment(learn.dls),
                        'fast_augment=true'))
 
@@ -265,7 +268,7 @@ def diagnose_input(self:Learner,
         paces = _steps(self, dl, each)
         loader = loader_pace(dl, each)
         now = paces['items'].seconds
-        rows = [_tried(self, o, each, now) for o in remedies]
+        rows = [_tried(self, o, each, now) for o in remedies if device.type == 'cuda' or not o.gpu]
         if loader: rows.append(_twice(paces['batch'], loader, beside(dl), most, now))
         stations = _station_rows(dl, each)
     return _diagnosis(self, dl, paces, loader, stations, rows, most)
