@@ -2394,6 +2394,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastbench.draw.pool.Threads.longest': ('draw/pool.html#threads.longest', 'fastbench/draw/pool.py'),
                                      'fastbench.draw.pool._piece': ('draw/pool.html#_piece', 'fastbench/draw/pool.py'),
                                      'fastbench.draw.pool._wait': ('draw/pool.html#_wait', 'fastbench/draw/pool.py'),
+                                     'fastbench.draw.pool.check_count': ('draw/pool.html#check_count', 'fastbench/draw/pool.py'),
                                      'fastbench.draw.pool.in_threads': ('draw/pool.html#in_threads', 'fastbench/draw/pool.py'),
                                      'fastbench.draw.pool.stuck': ('draw/pool.html#stuck', 'fastbench/draw/pool.py'),
                                      'fastbench.draw.pool.where_it_stands': ('draw/pool.html#where_it_stands', 'fastbench/draw/pool.py')},

@@ -347,6 +347,7 @@ def test_threads_of_a_cache_end_with_its_loop(pets, tmp_path):
     assert not cutters() and len(list(dl)) == 4 and 'begin_more' not in vars(dl)
     with pytest.raises(UserError, match=r'threads=2 is for whole batches: .*fast_images\(cached\(dls\)\)'): cached(make(pets), tmp_path/'c', threads=2)
     with pytest.raises(UserError, match=r'a CachedDL, which has threads of its own: cached\(\.\.\., threads=2\)'): fast_images(cached(make(pets), tmp_path/'c', whole=True, workers=0))
+    with pytest.raises(UserError, match='threads=-2 cannot be: a whole number, 0 or more'): cached(make(pets), tmp_path/'c', whole=True, workers=0, threads=-2)
     best = auto_workers(cached(make(pets), tmp_path/'c', whole=True, workers=0), counts=[0, 2], batches=2)
     assert best.train.threads == best.workers in (0, 2) and list(best.worker_rates) == [0, 2]
 

@@ -219,6 +219,13 @@ def test_fast_images_in_a_process(folder):  # noqa: F811
     one_line(e)
 
 
+@pytest.mark.parametrize('kwargs', [dict(threads=-2), dict(threads='x'), dict(processes=-1), dict(processes=1.5), dict(processes='two')], ids=str)
+def test_a_number_that_cannot_be_is_refused_at_once(folder, kwargs):  # noqa: F811
+    (k, v), = kwargs.items()
+    with pytest.raises(UserError, match=f"{k}='?{v}'? cannot be: a whole number, 0 or more") as e: fast_images(loaders(folder), **kwargs)
+    one_line(e)
+
+
 def test_each_process_has_its_share_of_the_cores(folder, monkeypatch):  # noqa: F811
     monkeypatch.setattr('fastbench.draw.loader.worker_cores', lambda: 6)
     assert [seeded(folder, WatchedPoolDL, num_workers=n).threads for n in (0, 1, 2, 9)] == [6, 6, 3, 1]
@@ -229,7 +236,9 @@ def test_a_thread_of_another_process_that_hangs(folder):  # noqa: F811
     assert '<lambda>' in one_line(e)
 
 
-def stopped(): os.kill(os.getpid(), signal.SIGSTOP)
+def stopped():
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)  # the thread goes on until another one has taken the signal
 
 
 def test_a_process_of_threads_that_stands_still(folder):  # noqa: F811

@@ -28,7 +28,7 @@ from ..machine.group import local_world_size, world_size
 from .cut import CannotPlan, CropPlan, cut, cut_exactly
 from .decode import CorruptImage, Header, read_header, unreadable
 from .fastest import choose_decoder
-from .pool import DrawsInThreads
+from .pool import DrawsInThreads, check_count
 from .seeded import SeededDL, item_name, item_seed
 
 # %% ../../nbs/draw/05_loader.ipynb #33e307dc
@@ -142,6 +142,7 @@ class PoolDL(DrawsInThreads, SeededDL):
                  seed=None, # Of order and augmentation; None: fastai's order
                  num_workers=0, # Processes that hold the threads; 0: this one
                  **kwargs):
+        for k,v in dict(threads=threads, num_workers=num_workers).items(): check_count(k, v)
         super().__init__(dataset, seed=seed, num_workers=num_workers, **kwargs)
         if seed is None: self.rng = random.Random(random.getrandbits(32)) # as fastai's: `set_seed` holds
         if threads is None: threads = max(1, threads_of_rank()//max(1, num_workers))

@@ -24,7 +24,7 @@ from .crop import BatchCrop, BatchFit
 from .items import CachedItems
 from .loader import threads_of_rank
 from .memory import RecycledMemory
-from .pool import DrawsInThreads
+from .pool import DrawsInThreads, check_count
 from .seeded import DrawsByItem
 from .store import _class_of
 from ..errors import UserError
@@ -74,6 +74,7 @@ class CachedDL(DrawsInThreads, DrawsByItem, CopiesAhead, TfmdDL):
                  prefetch=2, # Batches that threads make while one is used
                  item_timeout=8., # Seconds after which a thread counts as hung; 0: never
                  **kwargs):
+        check_count('threads', threads)
         super().__init__(dataset, **kwargs)
         self.crop,self.source,self.memory = crop,source,RecycledMemory(prefetch + 4)
         self.channels_last,self.asked_threads = channels_last,threads
