@@ -365,7 +365,7 @@ def test_beside_a_gpu_threads_cut_into_pinned_memory(pets, tmp_path, monkeypatch
     host = cached(make(pets), tmp_path/'c', whole=True, workers=0)
     want = [x.clone() for x, _ in epochs(host.train, 1)]
     dls = cached(make(pets).to('cuda'), tmp_path/'c', whole=True, workers=0)
-    assert (host.train.threads, dls.train.threads) == (0, 4)
+    assert (host.train.threads, dls.train.threads) == (0, 2)
     assert dls.train._begun([0, 1])[0].fields[0].is_pinned(), 'no copy is made to pin it'
     del gpu.copies[:]
     got = [x for x, _ in epochs(dls.train, 1)]

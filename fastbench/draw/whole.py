@@ -70,7 +70,7 @@ class CachedDL(DrawsInThreads, DrawsByItem, CopiesAhead, TfmdDL):
                  crop=None, # A `BatchCrop`; None: items are as they shall be
                  source=None, # The loader that was cached
                  channels_last=False, # Batches in channels-last memory
-                 threads=None, # That cut batches; None: none, on a GPU up to four
+                 threads=None, # That cut batches; None: none, on a GPU up to two
                  prefetch=2, # Batches that threads make while one is used
                  item_timeout=8., # Seconds after which a thread counts as hung; 0: never
                  **kwargs):
@@ -90,7 +90,7 @@ class CachedDL(DrawsInThreads, DrawsByItem, CopiesAhead, TfmdDL):
     def threads(self):
         "How many cut batches; 0: they are cut when they are asked for"
         if self.asked_threads is not None: return self.asked_threads
-        return min(4, threads_of_rank()) if self._pinned() else 0
+        return min(2, threads_of_rank()) if self._pinned() else 0
 
     def randomize(self):
         super().randomize()
