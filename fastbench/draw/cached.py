@@ -182,7 +182,7 @@ def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set
            workers=None, # Processes that prepare items; None: as many as there are cores
            check=True, # Compare checksums before a cache is used
            channels_last=False, # Training batches of `whole` in channels-last memory, which is faster still
-           threads=None, # That cut batches of `whole` while others train; None: none, on a GPU up to two
+           threads=None, # That cut batches of `whole` while others train; None: none, on a GPU one
            tell=None, # Called with the items prepared so far and in all; None: a bar on a terminal
     ): # The same: `DataLoaders`, a loader or a data set
     "Do everything that is not random once, and read it from disk from then on"

@@ -22,7 +22,6 @@ from fastcore.basics import merge, patch
 from .batch import BatchNormalize, normalised
 from .crop import BatchCrop, BatchFit
 from .items import CachedItems
-from .loader import threads_of_rank
 from .memory import RecycledMemory
 from .pool import DrawsInThreads, check_count
 from .seeded import DrawsByItem
@@ -70,7 +69,7 @@ class CachedDL(DrawsInThreads, DrawsByItem, CopiesAhead, TfmdDL):
                  crop=None, # A `BatchCrop`; None: items are as they shall be
                  source=None, # The loader that was cached
                  channels_last=False, # Batches in channels-last memory
-                 threads=None, # That cut batches; None: none, on a GPU up to two
+                 threads=None, # That cut batches; None: none, on a GPU one
                  prefetch=2, # Batches that threads make while one is used
                  item_timeout=8., # Seconds after which a thread counts as hung; 0: never
                  **kwargs):
@@ -89,8 +88,7 @@ class CachedDL(DrawsInThreads, DrawsByItem, CopiesAhead, TfmdDL):
     @property
     def threads(self):
         "How many cut batches; 0: they are cut when they are asked for"
-        if self.asked_threads is not None: return self.asked_threads
-        return min(2, threads_of_rank()) if self._pinned() else 0
+        return int(self._pinned()) if self.asked_threads is None else self.asked_threads
 
     def randomize(self):
         super().randomize()
