@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['one_of', 'text', 'yes_no', 'is_number', 'whole', 'real', 'either', 'optional', 'points', 'switch', 'source',
-           'held_out', 'setting', 'check_setting']
+           'held_out', 'setting', 'check_setting', 'check_whole']
 
 # %% ../nbs/01_rules.ipynb #53f66a5b
 import os
@@ -118,3 +118,13 @@ def check_setting(o, # A dataclass field, as `setting` makes it
     except (TypeError, OverflowError):
         allowed = allowed.removesuffix(f', or {without}')
         raise UserError(f'{o.name}={value!r} cannot be: {o.name} ({about}) is {allowed}') from None
+
+# %% ../nbs/01_rules.ipynb #rulwhl02
+def check_whole(lo:int, # The smallest
+                **values # Arguments, by their names
+    ):
+    "Raise a `UserError` for an argument that is no whole number, or too small"
+    check,allowed = whole(lo)
+    for k,v in values.items():
+        try: check(v)
+        except TypeError: raise UserError(f'{k}={v!r} cannot be: {allowed}') from None

@@ -16,9 +16,10 @@ from ..errors import UserError
 from .cut import CannotPlan, CropPlan
 from .fastest import choose_decoder
 from .loader import PoolDL, image_parts
-from .pool import DrawsInThreads, check_count
+from .pool import DrawsInThreads
 from .seeded import SeededDL
 from .workers import WatchedPoolDL, with_loaders
+from ..rules import check_whole
 
 # %% ../../nbs/draw/08_fast.ipynb #3c30acac
 # What a loader may be given in the place of its own method, and threads would not call
@@ -80,7 +81,7 @@ def fast_images(dls:DataLoaders, # Of images: from a DataBlock, `ImageDataLoader
     )->DataLoaders: # Of the same class, with `fast`: who decodes, and why
     "Make `DataLoaders` with the same items, order, crops and batch transforms, run by threads"
     if not len(dls.train.dataset): raise no_items(dls.path)
-    for k,v in dict(threads=threads, processes=processes).items(): check_count(k, v)
+    check_whole(0, processes=processes)
     if processes and skip_bad:
         raise UserError('skip_bad=True lists what it left out in the process of the training: leave processes out')
     choice = choose_decoder(decoder, exact)

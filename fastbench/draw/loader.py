@@ -28,8 +28,9 @@ from ..machine.group import local_world_size, world_size
 from .cut import CannotPlan, CropPlan, cut, cut_exactly
 from .decode import CorruptImage, Header, read_header, unreadable
 from .fastest import choose_decoder
-from .pool import DrawsInThreads, check_count
+from .pool import DrawsInThreads
 from .seeded import SeededDL, item_name, item_seed
+from ..rules import check_whole
 
 # %% ../../nbs/draw/05_loader.ipynb #33e307dc
 def image_class(f # A transform
@@ -124,11 +125,12 @@ class _Made:
         left = [i for i in range(len(self.others)) if i not in self.gone]
         self.x,self.others = self.x[left],[self.others[i] for i in left]
 
-# %% ../../nbs/draw/05_loader.ipynb #045d1689
+# %% ../../nbs/draw/05_loader.ipynb #ldrthr01
 def threads_of_rank()->int: # At least 1
     "How many threads a process has cores for, where several share a machine"
     return max(1, worker_cores()//local_world_size())
 
+# %% ../../nbs/draw/05_loader.ipynb #045d1689
 class PoolDL(DrawsInThreads, SeededDL):
     "A `TfmdDL` of images whose batches are made by threads"
     stations = ('read', 'read'),('decode', 'decode and crop'),('label', 'targets')  # that threads work at
@@ -142,10 +144,11 @@ class PoolDL(DrawsInThreads, SeededDL):
                  seed=None, # Of order and augmentation; None: fastai's order
                  num_workers=0, # Processes that hold the threads; 0: this one
                  **kwargs):
-        for k,v in dict(threads=threads, num_workers=num_workers).items(): check_count(k, v)
+        check_whole(0, num_workers=num_workers)
+        if threads is None: threads = max(1, threads_of_rank()//max(1, num_workers))
+        check_whole(0, threads=threads)
         super().__init__(dataset, seed=seed, num_workers=num_workers, **kwargs)
         if seed is None: self.rng = random.Random(random.getrandbits(32)) # as fastai's: `set_seed` holds
-        if threads is None: threads = max(1, threads_of_rank()//max(1, num_workers))
         self.threads,self.decoder,self.exact = threads,decoder,exact
         self.item_timeout,self.skip_bad,self.skipped = item_timeout,skip_bad,{}
         try: self.parts = image_parts(dataset)

@@ -35,7 +35,7 @@ def item_seed(epoch_key:int, # Drawn once an epoch
 
 # %% ../../nbs/draw/02_seeded.ipynb #cd98e802
 class NamesImage:
-    "Let a loader, the base after this one, raise an error of ours from a worker as the single line that it is"
+    "Let a loader, the base after this one, raise a worker's `UserError` as a single line"
     def __iter__(self):
         try: yield from super().__iter__()
         except UserError as e: # a worker's has its traceback as its text

@@ -23,10 +23,11 @@ from .batch import BatchNormalize, normalised
 from .crop import BatchCrop, BatchFit
 from .items import CachedItems
 from .memory import RecycledMemory
-from .pool import DrawsInThreads, check_count
+from .pool import DrawsInThreads
 from .seeded import DrawsByItem
 from .store import _class_of
 from ..errors import UserError
+from ..rules import check_whole
 from ..train.transfer import CopiesAhead
 
 # %% ../../nbs/draw/25_whole.ipynb #14d50add
@@ -73,7 +74,7 @@ class CachedDL(DrawsInThreads, DrawsByItem, CopiesAhead, TfmdDL):
                  prefetch=2, # Batches that threads make while one is used
                  item_timeout=8., # Seconds after which a thread counts as hung; 0: never
                  **kwargs):
-        check_count('threads', threads)
+        if threads is not None: check_whole(0, threads=threads)
         super().__init__(dataset, **kwargs)
         self.crop,self.source,self.memory = crop,source,RecycledMemory(prefetch + 4)
         self.channels_last,self.asked_threads = channels_last,threads
@@ -111,8 +112,8 @@ def _room(self:CachedDL, n, in_floats):
     return torch.empty(n, *self.crop.size, c, dtype=torch.uint8, pin_memory=self._pinned()).permute(0, 3, 1, 2)
 
 @patch
-def _begun(self:CachedDL, idxs):
-    "A batch, of which nothing is cut, and its pieces"
+def _begun(self:CachedDL, idxs, step=16): # step: images in a piece
+    "A batch before anything is cut, and its pieces"
     store,training = self.dataset.store,not getattr(self.dataset, 'split_idx', None)
     fields = [None]*len(store.fields)
     if not self.crop: return _Cut(idxs, fields), [(j, None) for j in range(len(fields))]
@@ -122,7 +123,6 @@ def _begun(self:CachedDL, idxs):
     in_floats = norm and training and (self.device is None or self.device.type == 'cpu')
     fields[0] = self._room(len(idxs), in_floats)
     drawn = self.crop.draw_boxes(len(idxs), h, w) if training else None
-    step = 16 if self.threads else len(idxs)
     pieces = [(0, slice(i, i+step)) for i in range(0, len(idxs), step)]
     pieces += [(j, None) for j in range(1, len(fields))]
     return _Cut(idxs, fields, drawn, norm.scale if in_floats else None),pieces
@@ -150,7 +150,8 @@ def create_batches(self:CachedDL, samps # Numbers of items, in the order of the 
     ):
     "Batches, whole"
     if self.crop: self.crop.reseed(self.epoch_key)
-    begun = (self._begun(o) for o in chunked(samps, self.bs, self.drop_last))
+    step = 16 if self.threads else self.bs
+    begun = (self._begun(o, step) for o in chunked(samps, self.bs, self.drop_last))
     where = f'the cache {self.dataset.store.folder.name}'
     with closing(self.batches_of(begun, self._work, piece=1, name=lambda o: where)) as made:
         for o in made: yield _batch(o, self.crop)
@@ -159,7 +160,7 @@ def create_batches(self:CachedDL, samps # Numbers of items, in the order of the 
 def cut(self:CachedDL, idxs # Numbers of items
     ):
     "A batch of some items"
-    made,pieces = self._begun(idxs)
+    made,pieces = self._begun(idxs, len(idxs))
     for o in pieces: self._work(made, o)
     return _batch(made, self.crop)
 

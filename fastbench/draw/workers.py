@@ -141,7 +141,7 @@ class Watched:
     def noted(self, i, # Number of the item
               thread=0, # Which of the process's threads is at it
         ):
-        "Have on the board what this worker process is at"
+        "Note on the board which item this worker process is at"
         info = get_worker_info()
         if info is None or self.board is None: yield; return
         row = info.id*self.rows + thread
