@@ -580,11 +580,13 @@ def test_targets_that_are_transforms_of_their_own(folder):
 # A recipe
 
 def test_a_recipe_with_threads(folder):
-    from fastbench.recipe import get_recipe
+    from fastbench.recipe import but, get_recipe
     recipe = get_recipe('photos-xresnet18', data=str(folder), size=32, bs=5, valid=.3, min_scale=.35, flip=.5, loader='threads', workers=2, decoder='pillow-scaled')
     old, new = (r.make_dls(r.bs, 'cpu') for r in (get_recipe('photos-xresnet18', data=str(folder), size=32, bs=5, valid=.3, min_scale=.35, flip=.5, workers=0), recipe))
     assert type(new.train) is PoolDL and {k: new.info[k] for k in ('workers', 'threads', 'decoder')} == dict(workers=0, threads=2, decoder='pillow-scaled')
     for (x, y), (xf, yf) in zip(old.train, new.train): assert y.equal(yf) and (x - xf).abs().mean()*255*.225 < 5
+    again, apart = (but(recipe, loader=o).make_dls(recipe.bs, 'cpu') for o in ('threads', 'process'))
+    assert apart.train.fake_l.num_workers == apart.info['workers'] == 1 and apart.info['threads'] == 2 and same(list(again.train), list(apart.train))
     for bad, why in ((dict(loader='threads', augment='batch'), "loader='threads' has no effect in this recipe: it goes with augment='auto'"), (dict(decoder='pillow'), "goes with loader='threads'")):
         with pytest.raises(UserError, match=why): get_recipe('digits-xresnet18', **bad).check()
     with pytest.raises(UserError, match='ArrayDL, which makes its batches'): get_recipe('digits-xresnet18', loader='threads').make_dls(64, 'cpu')

@@ -3,16 +3,18 @@ import pytest
 from PIL import Image
 
 from fastbench.bench.learner import bench_learner
+from fastbench.command.doctor import _takes
 from fastbench.command.options import field
 from fastbench.compare.runs import compare
 from fastbench.draw.affine import BatchAffine
 from fastbench.draw.cached import CachedItems
 from fastbench.draw.diagnose import InputDiagnosis, Remedies, Stalls, Stations, remedies
 from fastbench.draw.loader import PoolDL
+from fastbench.draw.workers import WatchedPoolDL
 from fastbench.errors import UserError
 from fastbench.bench.run import run_recipe
 from fastbench.own.kind import Function
-from fastbench.recipe import check_field
+from fastbench.recipe import check_field, get_recipe
 from test_cli import command
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -55,7 +57,10 @@ def learner(home, name='other', **changes): return bench_learner(f'{home}/train.
 def test_images_are_drawn_by_threads(home):
     assert not isinstance(learner(home).dls.train, PoolDL)
     learn = learner(home, fast_images=True)
-    assert all(isinstance(o, PoolDL) for o in learn.dls.loaders)
+    assert all(type(o) is PoolDL for o in learn.dls.loaders)
+    apart = learner(home, fast_images='process')
+    assert all(type(o) is WatchedPoolDL and o.fake_l.num_workers == 1 for o in apart.dls.loaders)
+    assert [y.tolist() for _, y in apart.dls.valid] == [y.tolist() for _, y in learn.dls.valid]
 
 
 def test_batch_transforms_are_the_faster_ones(home):
@@ -87,7 +92,7 @@ def test_runs_with_and_without_are_compared(home):
     assert 'fast_images' in str(compare(*[[o] for o in runs], on='fast_images'))
 
 
-def row(**changes): return dict(name='decoding by threads', line='learn.fast_images()', step=.1, gain=1.5, why=None, change='fast_images=true') | changes
+def row(**changes): return dict(name='decoding by threads', line='learn.fast_images()', step=.1, gain=1.5, why=None, changes=['fast_images=true', 'loader=threads']) | changes
 
 
 def diagnosis(waits, *remedies):
@@ -103,9 +108,16 @@ def test_the_best_remedy():
 
 
 def test_each_remedy_names_a_field_that_a_function_has():
-    changes = [o.change for o in remedies if o.change]
-    assert len(changes) == 3
+    changes = [o.changes[0] for o in remedies if len(o.changes) and not o.changes[0].startswith('workers')]
+    assert len(changes) == 4
     for k, v in map(field, changes): assert check_field(Function, k, v) != Function.__dataclass_fields__[k].default
+
+
+@pytest.mark.parametrize('recipe, takes', [('photos-xresnet18', ['workers', 'loader=threads', 'loader=process', 'cache=array loader=whole']),
+                                           ('scale-as-it-was', ['workers', 'cache=array loader=whole']), ('docstrings-lstm', [])])
+def test_a_recipe_proves_a_remedy_by_its_own_fields(recipe, takes):
+    changes = [c.format(cores=2) for o in remedies for c in o.changes]
+    assert [o.removesuffix('=2') for o in changes if _takes(get_recipe(recipe), o)] == takes
 
 
 def test_doctor_says_how_to_prove_it(home, monkeypatch, capsys):

@@ -7,13 +7,14 @@ __all__ = ['doctor']
 
 # %% ../../nbs/command/08_doctor.ipynb #644149ec
 import shlex, sys, warnings
+from functools import partial
 from pathlib import Path
 from typing import Optional
 
 import typer
 
 from ..errors import UserError
-from ..recipe import check_field, get_recipe
+from ..recipe import but, get_recipe
 from .ab import _time
 from .options import Device, Json, argument, field, flag, option
 from .terminal import app, example, names_like, say
@@ -56,15 +57,16 @@ def _diagnose(given, changes, device, budget, as_json):
         import fastbench.draw.diagnose  # adds Learner.diagnose_input
     found = bench_learner(recipe, device=device).diagnose_input(budget or 20.)
     print(found.to_json() if as_json else found)
-    change = found.best and found.best['change']
-    if not as_json and change and _takes(recipe, change): _say_proof(given, changes, change)
+    change = next(filter(partial(_takes, recipe), found.best['changes'] if found.best else ()), None)
+    if change and not as_json: _say_proof(given, changes, change)
 
 def _takes(recipe, change):
-    "Does a field of the recipe do it?"
-    try: return bool(check_field(type(recipe), *field(change)))
+    "Do fields of the recipe do it?"
+    try: but(recipe, **dict(map(field, change.split()))).check()
     except UserError: return False
+    return True
 
 def _say_proof(given, changes, change):
     "Say which command compares a training with and without the best remedy"
-    both = (f'--both {k}={v}' for k,v in changes.items())
-    say('to prove it: ' + ' '.join(['fastbench ab', shlex.quote(given), f'--set {change}', *both]))
+    sets = [f'--set {o}' for o in change.split()] + [f'--both {k}={v}' for k,v in changes.items()]
+    say('to prove it: ' + ' '.join(['fastbench ab', shlex.quote(given), *sets]))

@@ -102,7 +102,7 @@ class Remedy(NamedTuple):
     name: str # In a few words
     line: str # What to write
     make: object # From a Learner to its new `DataLoaders`; raises `UserError` where it does not apply
-    change: str = None # The field of a recipe of your own function that does it, for `--set`
+    changes: tuple = () # Fields for `--set` that do it, such as `loader=threads`, of which a recipe has one or none
     gpu: bool = False # Is it tried only where a GPU computes?
 
 remedies = []
@@ -112,13 +112,14 @@ def _with_workers(learn):
     if dl.fake_l.num_workers >= n: raise UserError(f'there are as many workers as cores already: {n}')
     return DataLoaders(*[o.new(num_workers=n) for o in learn.dls.loaders], device=learn.dls.device)
 
-remedies.append(Remedy('a worker for each core', 'num_workers={cores}', _with_workers))
+remedies.append(Remedy('a worker for each core', 'num_workers={cores}', _with_workers, ('workers={cores}',)))
 remedies.append(Remedy('decoding by threads', 'learn.fast_images()', lambda learn: fast_images(learn.dls),
-                       'fast_images=true'))
+                       ('fast_images=true', 'loader=threads')))
 remedies.append(Remedy('these threads in another process', 'learn.fast_images(processes=1)',
-                       lambda learn: fast_images(learn.dls, processes=1), gpu=True))
+                       lambda learn: fast_images(learn.dls, processes=1),
+                       ('fast_images=process', 'loader=process'), gpu=True))
 remedies.append(Remedy('faster augmentation', 'learn.fast_augment()', lambda learn: fast_augment(learn.dls),
-                       'fast_augment=true'))
+                       ('fast_augment=true',)))
 
 # %% ../../nbs/draw/45_diagnose.ipynb #a6bfccaf
 def some_items(dl, # A fastai loader
@@ -140,7 +141,8 @@ def _with_cache(learn, batches=24):
     return DataLoaders(made, made)
 
 _line = 'learn.dls = cached(learn.dls, whole=True)'
-remedies.append(Remedy('a cache of what is the same each time', _line, _with_cache, 'cache=whole'))
+remedies.append(Remedy('a cache of what is the same each time', _line, _with_cache,
+                       ('cache=whole', 'cache=array loader=whole')))
 
 # %% ../../nbs/draw/45_diagnose.ipynb #fdd31787
 def _expected(learn, dl, each):
@@ -149,7 +151,8 @@ def _expected(learn, dl, each):
     return got and got.seconds
 
 def _tried(learn, o, each, now):
-    row = dict(name=o.name, line=o.line.format(cores=worker_cores()), change=o.change, step=None, gain=None, why=None)
+    line,*changes = (s.format(cores=worker_cores()) for s in (o.line, *o.changes))
+    row = dict(name=o.name, line=line, changes=changes, step=None, gain=None, why=None)
     try: step = _expected(learn, o.make(learn).train, each)
     except UserError as e: return row | dict(why=str(e))
     if step is None: return row | dict(why='too few batches to measure it')
@@ -157,7 +160,7 @@ def _tried(learn, o, each, now):
 
 def _twice(step, loader, is_beside, most, now):
     "With twice the cores and twice the workers"
-    row = dict(name='twice the cores', line='', step=None, gain=None, why=None, change=None)
+    row = dict(name='twice the cores', line='', step=None, gain=None, why=None, changes=[])
     if not is_beside: return row | dict(why='the loader works in this process, on one core')
     got = together(step, Pace(loader.seconds/2, loader.cpu, loader.n), True, 2*most)
     return row | dict(step=got, gain=now/got)

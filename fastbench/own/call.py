@@ -299,7 +299,7 @@ def _draw_faster(learn, r):
         learn.dls = cached(learn.dls, whole=r.cache == 'whole')
     if r.fast_images:
         from fastbench.draw.fast import fast_images
-        learn.dls = fast_images(learn.dls)
+        learn.dls = fast_images(learn.dls, processes=int(r.fast_images == 'process'))
     if r.fast_augment:
         from fastbench.draw.swap import fast_augment
         learn.dls = fast_augment(learn.dls)

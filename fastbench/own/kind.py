@@ -20,7 +20,7 @@ from fastcore.basics import patch
 from ..errors import UserError
 from .source import REQUIRED, WRITTEN, Parameter, Source, find_source, is_own, origin, parameters_of
 from ..recipe import Kind, but, finder
-from ..rules import one_of, optional, setting, text, yes_no
+from ..rules import either, one_of, optional, setting, text, yes_no
 
 # %% ../../nbs/own/02_kind.ipynb #b854f0a8
 _base = Kind.__dataclass_fields__
@@ -29,6 +29,8 @@ _left = 'data', 'sample', 'workers', 'memory', 'bs', 'label_smoothing'  # decide
 def _or_none(name, about):
     "Return a field of any recipe, in which None means: as the function made it"
     return setting(optional(_base[name].metadata['rule']), about, default=None)
+
+_images = 'images are drawn by threads; process: of a process of their own'
 
 @dataclass(frozen=True)
 class Function(Kind):
@@ -43,7 +45,7 @@ class Function(Kind):
     schedule: str|None = _or_none('schedule', "linear goes by knots; None: one_cycle, or the function's own fit")
     channels_last: bool = setting(yes_no(), 'memory format of convolutions', default=False)
     loop: str = setting(one_of('fastai', 'lean'), "fastai's loop, or ours, with the same numbers", default='fastai')
-    fast_images: bool = setting(yes_no(), 'images are drawn by threads', default=False)
+    fast_images: bool|str = setting(either('process', yes_no()), _images, default=False)
     fast_augment: bool = setting(yes_no(), 'faster batch transforms, with the same settings', default=False)
     cache: str = setting(one_of('none', 'items', 'whole'), 'what is the same each epoch is done once', default='none')
     function: str = setting(text(empty=True), 'which one', default='')

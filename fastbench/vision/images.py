@@ -19,12 +19,12 @@ _data = "data source, 'auto', or a path: a folder by class, a table of files"
 _split = "validation: the data's own, or 20% of all images, drawn anew"
 _valid = "validation of a path's images; None: as the data says, else 20%"
 _label = 'column of the labels in a table; None: the only candidate'
-_loader = 'items: fastai makes them one by one; threads: see draw.loader; whole: batches are cut from a cache'
+_loader = 'items: fastai makes each; threads, or process: by threads, see draw.fast; whole: batches cut from a cache'
 _prepare = 'applied to each image before its crop; align: detect, crop, align, see vision.align'
 _cache = 'do the work that is not random once, and keep it on disk: see draw.cached'
 _encode = 'keep cached images as such files, png and webp without loss; none: as pixels'
 _resize = 'shorter side of cached images in pixels; None: unchanged'
-_workers = "loader processes, or threads of loader='threads'; auto: by measurement; None: min(8, cpus)"
+_workers = "loader processes, or threads of loader='threads' and 'process'; auto: by measurement; None: min(8, cpus)"
 _progressive = 'share of the side at which training begins, full size from three quarters on; None: constant'
 _augment = 'where augmentation happens: see vision.augment; auto: as suits the data'
 
@@ -39,7 +39,7 @@ class Images(Kind, kind=False):
     workers: int|str|None = setting(optional(either('auto', whole(0))), _workers, default=None)
     size: int|None = setting(optional(whole(1)), 'image side in pixels; None: as the source has it', default=None)
     prefetch: int = setting(whole(1), 'batches fetched ahead by each worker', default=2)
-    loader: str = setting(one_of('items', 'threads', 'whole'), _loader, default='items')
+    loader: str = setting(one_of('items', 'threads', 'process', 'whole'), _loader, default='items')
     decoder: str = setting(text(), 'decoder for threads; auto: the fastest installed', default='auto')
     prepare: str = setting(one_of('none', 'align'), _prepare, default='none')
     cache: str = setting(one_of('none', 'array', 'parquet'), _cache, default='none')
@@ -56,6 +56,9 @@ class Images(Kind, kind=False):
     progressive: float|None = setting(optional(real(0, 1, above=True)), _progressive, default=None)
     tta: bool = setting(yes_no(), 'predict the mean of an image and its mirror image', default=False)
 
+    @property
+    def threaded(self): return self.loader in ('threads', 'process')
+
 # %% ../../nbs/vision/00_images.ipynb #0799634f
 @patch
 def check(self:Images):
@@ -63,12 +66,12 @@ def check(self:Images):
     super(Images, self).check()
     self.only_if(self.augment != 'auto', "augment='items', 'once', 'bulk' or 'batch'", 'pad', 'cutout')
     self.only_if(self.augment == 'auto', "augment='auto'", 'loader', 'prepare', 'cache')
-    self.only_if(self.loader == 'threads', "loader='threads'", 'decoder')
+    self.only_if(self.threaded, "loader='threads' or 'process'", 'decoder')
     decoded = self.cache == 'none' or self.encode == 'jpeg'
     self.only_if(decoded, "cache='none' or encode='jpeg', which have JPEGs to decode", 'decoder')
-    unprepared = self.loader == 'threads' and self.cache == 'none'
+    unprepared = self.threaded and self.cache == 'none'
     self.only_if(not unprepared, "loader='items', or threads with cache='array' or 'parquet'", 'prepare')
     self.only_if(self.cache != 'none', "cache='array' or 'parquet'", 'resize', 'encode')
-    if self.loader == 'whole': self.only_if(self.workers != 'auto', "loader='items' or 'threads'", 'workers')
+    if self.loader == 'whole': self.only_if(self.workers != 'auto', "loader='items', 'threads' or 'process'", 'workers')
     if self.loader == 'whole' and self.cache != 'array':
         raise UserError(f"loader='whole' cuts batches from a cache in memory: cache='array', not {self.cache!r}")

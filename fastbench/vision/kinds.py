@@ -28,12 +28,12 @@ def make_dls(self:Images, bs, device=None, offline=False):
     make = partial(vision_dls, self.data, self.size, **given)
     dls = _or_all_there_is(self, bs, make)
     if self.cache != 'none': dls = _from_cache(self, dls)
-    if self.loader == 'threads': dls = _by_threads(self, dls)
+    if self.threaded: dls = _by_threads(self, dls)
     elif self.augment != 'auto': dls = augmented(dls, self.augment, self.pad, dls.info['flip'], self.cutout)
     return _measured(dls) if self.workers == 'auto' else dls
 
 def _workers(r):
-    if r.loader == 'threads' or r.workers == 'auto' or r.augment == 'batch' and r.workers is None: return 0
+    if r.threaded or r.workers == 'auto' or r.augment == 'batch' and r.workers is None: return 0
     return r.workers
 
 def _measured(dls):
@@ -54,7 +54,8 @@ def _from_cache(r, dls):
 
 def _by_threads(r, dls):
     from fastbench.draw.fast import fast_images
-    return fast_images(dls, threads=None if r.workers == 'auto' else r.workers, decoder=r.decoder)
+    threads = None if r.workers == 'auto' else r.workers
+    return fast_images(dls, threads=threads, decoder=r.decoder, processes=int(r.loader == 'process'))
 
 # %% ../../nbs/vision/08_kinds.ipynb #3c3f0242
 def _or_all_there_is(r, bs, make):
