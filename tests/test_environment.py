@@ -139,4 +139,4 @@ def test_what_fp32_is_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: 91000)
     assert e.torch_state()['fp32'] == dict(matmul=torch.backends.cuda.matmul.fp32_precision, conv=torch.backends.cudnn.conv.fp32_precision)
     older = NS(cuda=NS(matmul=NS(allow_tf32=False)), cudnn=NS(allow_tf32=True))
-    assert e._fp32(older) == dict(matmul='ieee', conv='tf32')
+    assert e.fp32_modes(older) == dict(matmul='ieee', conv='tf32')

@@ -295,7 +295,7 @@ def test_what_is_trained_without_fastai_is_told_how_it_is_measured(module, says)
 def test_what_it_changed_is_put_back_here(home):
     before = torch.get_num_threads(), torch.get_float32_matmul_precision()
     run = run_recipe(f'{home}/train.py:threads', device='cpu')
-    assert any('matmul_precision from' in o for o in run.warnings)
+    assert any('fp32_precision from' in o for o in run.warnings)
     assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
 
 

@@ -33,11 +33,12 @@ from ..train.batch_size import free  # adds find_batch_size
 
 # %% ../../nbs/bench/00_learner.ipynb #87a27ade
 @contextmanager
-def seeded(seed:int # For Python, NumPy and PyTorch
+def seeded(seed:int, # For Python, NumPy and PyTorch
+           device=torch.device('cpu') # Where else numbers are drawn: a GPU's are restored, too
     ):
     "Seed random numbers for a block, and restore them"
     state = random.getstate(),np.random.get_state()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([device] if device.type == 'cuda' else []):
         set_seed(seed)
         try: yield
         finally:
@@ -61,7 +62,7 @@ def _loss_func(r):
 def _build(r, device, offline):
     "Build data and model as the kind of `r` does"
     bs = 1 if r.bs == 'largest' else r.bs
-    with seeded(r.seed):
+    with seeded(r.seed, device):
         return r.build(bs, device, offline, loss_func=_loss_func(r), opt_func=_opt_func(r.switches()), lr=r.lr, wd=r.wd)
 
 def _check(r, device, precision):

@@ -37,18 +37,18 @@ from ..runs.record import Run, plain
 from ..train.learner import Switches, find_device
 from ..train.loop import FastLoop
 from ..train.resume import CheckpointEvery
+from ..train.transfer import Arriving
 
 # %% ../../nbs/bench/01_run.ipynb #d9957b1d
 class _Glimpse:
     "Check that the loss is finite; on a device, without waiting for it"
     coming = None
     def __call__(self, loss):
-        ok = self.coming is None or not self.coming[1].query() or math.isfinite(self.coming[0])
-        if self.coming is None or self.coming[1].query():
-            api = getattr(torch, loss.device.type)
-            self.coming = loss.detach().mean().to('cpu', non_blocking=True),api.Event()
-            self.coming[1].record(*([api.current_stream(loss.device)] if hasattr(api, 'current_stream') else []))
+        here = self.coming is None or self.coming.is_here()
+        ok = not here or self.coming is None or math.isfinite(self.coming.wait())
+        if here: self.coming = Arriving(loss.mean())
         return ok
+
 
 # %% ../../nbs/bench/01_run.ipynb #11a1294d
 class Watch(Callback):

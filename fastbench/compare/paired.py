@@ -55,22 +55,25 @@ def time_rounds(work:dict, # Name -> a function without arguments; one that retu
     return res
 
 # %% ../../nbs/compare/01_paired.ipynb #a9832f3f
+def _event(device):
+    "An event in the queue of a device"
+    api = getattr(torch, device.type)
+    res = api.Event(enable_timing=True)
+    res.record(*([api.current_stream(device)] if hasattr(api, 'current_stream') else []))
+    return res
+
 class _StepEnds(Callback):
     "Record the end of each step, by the host's clock or in the device's queue"
     order = 1000
     def before_fit(self): self.ends = []
     def after_batch(self):
         if not self.training: return
-        if self.loss.device.type == 'cpu': end = perf_counter()
-        else:
-            end = getattr(torch, self.loss.device.type).Event(enable_timing=True)
-            end.record()
-        self.ends.append(end)
+        self.ends.append(perf_counter() if self.loss.device.type == 'cpu' else _event(self.loss.device))
 
     def seconds(self):
         pairs = list(zip(self.ends, self.ends[1:]))
         if not pairs or isinstance(self.ends[0], float): return [b-a for a,b in pairs]
-        getattr(torch, self.loss.device.type).synchronize()
+        self.ends[-1].synchronize()
         return [a.elapsed_time(b)/1e3 for a,b in pairs]
 
 def step_seconds(learn:Learner, # What to train, for an epoch

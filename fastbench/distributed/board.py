@@ -178,7 +178,8 @@ def blame(board:Board, # Board of processes that have ended
     if own:
         r = min(own, key=lambda r: own[r]['time'])
         return dict(own[r], rank=r)
-    if hung := _hung(board, [r for r in here if r not in errors]): return hung
+    silent = [r for r in here if r not in errors]
+    if hung := _hung(board, silent, but=_exchanges) or _hung(board, silent): return hung
     said = dict(of_user=False, traceback='')
     gone = sorted((r for r in here if r not in errors and codes.get(r) != 0), key=lambda r: r not in codes)
     if gone: return dict(said, rank=gone[0], line=f'process {gone[0]} {_killed(codes.get(gone[0]))}')

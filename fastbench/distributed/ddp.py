@@ -6,6 +6,8 @@
 __all__ = ['bn_types', 'DDP']
 
 # %% ../../nbs/distributed/03_ddp.ipynb #0d232a89
+import os
+
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from fastcore.basics import noop, patch
 from torch import nn
@@ -16,13 +18,15 @@ from ..compat import is_view
 from .strategy import Strategy, register_strategy
 from ..errors import UserError
 from ..machine.group import heed_srun, world_size
+from ..measure.clock import train_device
 from ..measure.profiler import noted
 from ..measure.stopwatch import BUFFER_SYNC, LAST
 
 # %% ../../nbs/distributed/03_ddp.ipynb #b7f7e54c
 bn_types = nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d
 
-def _norms(model): return {n: m for n,m in model.named_modules() if n and isinstance(m, bn_types)}
+def _norms(model): # not subclasses, such as a ghost batch norm: their batches are of a size of their own
+    return {n: m for n,m in model.named_modules() if n and type(m) in bn_types}
 
 @register_strategy
 class DDP(Strategy):
@@ -34,13 +38,18 @@ class DDP(Strategy):
         self.kwargs,self._replaced = kwargs,{}
     def begin(self, learn):
         heed_srun()
+        device = train_device(learn)
+        if device.type == 'cuda' and world_size() > 1: os.environ['LOCAL_RANK'] = str(device.index) # for Accelerate
         self.accelerator = Accelerator(**_with_views(self.kwargs))
 
     def wrap(self, model):
         if self.sync_bn and next(model.parameters()).device.type == 'cuda':
             self._replaced = _norms(model)
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        return self.accelerator.prepare(model)
+            for n,m in self._replaced.items(): model.set_submodule(n, nn.SyncBatchNorm.convert_sync_batchnorm(m))
+        try: return self.accelerator.prepare(model)
+        except BaseException:
+            self.unwrap(model)
+            raise
 
     def unwrap(self, model):
         for n,m in self._replaced.items(): model.set_submodule(n, m)

@@ -43,12 +43,16 @@ class ExchangeCost(Callback):
 @patch
 def before_batch(self:ExchangeCost):
     if self.pairs: return
-    device = train_device(self.learn)
-    with model_kept(self.learn.model), rng_kept(device):
+    device,model = train_device(self.learn),self.learn.model # mixed precision's own, for one forward pass
+    def took(with_):
+        self.learn.model = model
+        return self._pass(with_, device)
+    with model_kept(model), rng_kept(device):
         for i in range(-1, self.n):
-            took = {with_: self._pass(with_, device) for with_ in ((True, False) if i % 2 else (False, True))}
-            if i >= 0: self.pairs.append(tuple(max_over_ranks([took[False], took[True]])))
+            each = {o: took(o) for o in ((True, False) if i % 2 else (False, True))}
+            if i >= 0: self.pairs.append(tuple(max_over_ranks([each[False], each[True]])))
         self.alone = self._alone(device)
+    self.learn.model = model
 
 @patch
 def _pass(self:ExchangeCost, with_, device):

@@ -28,6 +28,7 @@ from ..machine.group import barrier, join, leave, rank, same_on_all, world_size
 from ..machine.shards import parts_of, whole
 from ..measure.clock import train_device
 from ..train.muon import muon
+from ..train.optimizer import fused_sgd
 
 # %% ../../nbs/distributed/04_fsdp.ipynb #23c52c1e
 def _own_blocks(model):
@@ -80,7 +81,7 @@ class FSDP(Strategy):
     def __init__(self, sync_bn=True, # For DDP alone: the buffers of batch norm are those of the first process
                  cpu=None, # True: an error unless the Learner is on a CPU
                  blocks=None, # As for `sharded_copy`
-                 timeout=None): # Seconds a process waits for the others; None: torch's 30 minutes
+                 timeout=None): # Seconds a process waits for the others; None: 30 minutes
         super().__init__(sync_bn)
         self.cpu,self.blocks,self.timeout = cpu,blocks,timeout
 
@@ -102,6 +103,13 @@ def _of_matrices(opt_func):
     own = getattr(opt_func, 'func', opt_func),getattr(opt_func, 'keywords', {}).get('opt')
     return own[0] is muon or own[1] is not None and own[1] is getattr(torch.optim, 'Muon', None)
 
+def _is_fused_sgd(opt_func):
+    "Return whether an optimizer is one that torch cannot step in parts: `_fused_sgd_` takes no DTensor"
+    cls,more = getattr(opt_func, 'func', opt_func),dict(getattr(opt_func, 'keywords', {}))
+    if cls is OptimWrapper and (opt := more.get('opt')):
+        cls,more = getattr(opt, 'func', opt),more | getattr(opt, 'keywords', {})
+    return cls is fused_sgd or cls is torch.optim.SGD and more.get('fused') is True
+
 # %% ../../nbs/distributed/04_fsdp.ipynb #6ffb8a9b
 @patch
 def _refuse(self:FSDP, learn, device):
@@ -111,6 +119,9 @@ def _refuse(self:FSDP, learn, device):
                         'opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)')
     if _of_matrices(learn.opt_func):
         raise UserError("Muon needs whole matrices, which strategy 'fsdp' cuts: strategy='ddp', or another optimizer")
+    if _is_fused_sgd(learn.opt_func):
+        raise UserError("PyTorch's fused SGD cannot step the parts of weights that strategy 'fsdp' makes: foreach_sgd "
+                        "takes the same steps (--set opt=foreach_sgd), or strategy='ddp'")
     if not list(learn.model.parameters()): raise UserError("strategy 'fsdp' needs a model with weights")
     other = next((type(o).__name__ for o in learn.cbs if isinstance(o, Compile)), None)
     if other: raise UserError(f"{other} was never tried with strategy 'fsdp': remove_cb({other}), or strategy='ddp'")

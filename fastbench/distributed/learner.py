@@ -9,6 +9,7 @@ __all__ = []
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+import torch
 from fastai.callback.progress import ProgressCallback
 from fastai.learner import Learner
 from fastcore.basics import patch
@@ -17,8 +18,10 @@ from .agree import DecideTogether
 from .strategy import WeightsMove
 from .weigh import WeighShares
 from ..errors import UserError
-from ..machine.group import rank, world_size
+from ..machine.group import heed_srun, own_gpu, rank, world_size
+from ..measure.clock import train_device
 from ..train.learner import Switches
+from ..train.state import opt_state, set_opt_state
 
 # %% ../../nbs/distributed/06_learner.ipynb #700e6024
 def _trainer(learn): return getattr(learn, 'distributed_trainer', None)
@@ -41,6 +44,7 @@ def to_distributed(self:Switches, sync_bn=True, # Batch norm over all processes,
     if _trainer(self): raise UserError('this Learner trains in several processes already: detach_distributed() first')
     import fastbench.distributed.fsdp, fastbench.distributed.zero_state  # into the registry
     from fastbench.distributed.ranks import RankTrainer
+    if not kwargs.get('cpu'): _to_own_gpu(self)
     trainer = RankTrainer(sync_bn, strategy, **kwargs)
     trainer.strategy.enter(self)
     self.add_cbs([trainer, WeighShares(), DecideTogether(), WeightsMove()])
@@ -48,6 +52,18 @@ def to_distributed(self:Switches, sync_bn=True, # Batch norm over all processes,
     if trainer.progress: self.remove_cb(trainer.progress)
     _say_batch(self, tell)
     return self
+
+# %% ../../nbs/distributed/06_learner.ipynb #owngpu11
+def _to_own_gpu(learn):
+    "Loaders and model of a script are on the first GPU in each process, until somebody says which is whose"
+    if train_device(learn).type != 'cuda': return
+    heed_srun()
+    if world_size() < 2: return
+    own,state = own_gpu(train_device(learn)),learn.opt and opt_state(learn.opt)
+    torch.cuda.set_device(own)
+    learn.dls.to(own)
+    learn.model.to(own)
+    if state: set_opt_state(learn.opt, state)
 
 # %% ../../nbs/distributed/06_learner.ipynb #0a373ff5
 def _detach(learn, failed=False):

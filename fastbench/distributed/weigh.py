@@ -18,6 +18,7 @@ from torch import Tensor
 from ..machine.group import start_sum, sum_over_ranks, world_size
 from ..measure.profiler import noted
 from ..measure.stopwatch import FIRST, LOSS_SYNC
+from ..train.transfer import Arriving
 
 # %% ../../nbs/distributed/00_weigh.ipynb #a049fbee
 def share_factor(n, # Number of samples or tokens that the loss of this process averages
@@ -39,9 +40,11 @@ def _zero_loss(pred): return sum(t.sum() for t in _outputs(pred))*0
 # %% ../../nbs/distributed/00_weigh.ipynb #c629da0a
 def _n_targets(learn): return getattr(learn, 'n_targets', find_bs)(learn.yb)
 
+def _on_gpu(n): return isinstance(n, Tensor) and n.device.type != 'cpu'
+
 def _counts(n, items):
     "Return two counts as a tensor on the device of the first, so that a GPU's count stays there"
-    if isinstance(n, Tensor) and n.device.type != 'cpu': return torch.stack([n.double(), n.new_tensor(items).double()])
+    if _on_gpu(n): return torch.stack([n.double(), torch.full_like(n, items, dtype=torch.float64)])
     return torch.tensor([float(n), items], dtype=torch.float64)
 
 class WeighShares(Callback):
@@ -50,18 +53,20 @@ class WeighShares(Callback):
     def state_dict(self)->dict: "Return the state: none outlasts a step"; return {}
     def load_state_dict(self, state): "As above" # Of `state_dict`
     def before_batch(self):
-        self._own = _n_targets(self.learn),find_bs(self.learn.yb)
-        self._sums = start_sum(_counts(*self._own))
+        n,items = self._own = _n_targets(self.learn),find_bs(self.learn.yb)
+        self._sums = start_sum(_counts(n, items))
+        self._coming = Arriving(n) if _on_gpu(n) else None
 
     def after_loss(self):
         with noted(self.learn, LOSS_SYNC, FIRST['after_loss']): self.total,self.items = self._sums()
-        n,items = self._own
+        n,items = self._own = self._coming.wait().item() if self._coming else self._own[0],self._own[1]
         f = world_size() if _is_sum(self.learn.loss_func) else share_factor(n, self.total, world_size())
         f = f*self._accumulated(items)
         loss = self.learn.loss_grad if n else _zero_loss(self.learn.pred)
-        self.learn.loss_grad = loss*(f.to(loss) if isinstance(f, Tensor) else f)
+        self.learn.loss_grad = loss*(f.to(loss) if _on_gpu(f) else float(f))
 
 def _is_sum(loss_func): return getattr(loss_func, 'reduction', 'mean') == 'sum'
+
 
 # %% ../../nbs/distributed/00_weigh.ipynb #c9f2e0fa
 @patch

@@ -36,7 +36,7 @@ class ZeRO(Strategy):
     sharded,stage,offload,engine = True,None,False,None
     def __init__(self, sync_bn=True, # For DDP alone: the buffers of batch norm are those of the first process
                  cpu=None, # True: an error unless the Learner is on a CPU
-                 timeout=None): # Seconds a process waits for the others; None: torch's 30 minutes
+                 timeout=None): # Seconds a process waits for the others; None: 30 minutes
         super().__init__(sync_bn)
         self.cpu,self.timeout,self.clip = cpu,timeout,0.
 

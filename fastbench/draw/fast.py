@@ -84,7 +84,8 @@ def fast_images(dls:DataLoaders, # Of images: from a DataBlock, `ImageDataLoader
     check_whole(0, processes=processes)
     if processes and skip_bad:
         raise UserError('skip_bad=True lists what it left out in the process of the training: leave processes out')
-    choice = choose_decoder(decoder, exact)
+    choice = choose_decoder(decoder, exact, shared=not processes)
+    if processes: decoder = choice.decoder.name # they cannot choose one of the GPU
     kwargs = dict(threads=threads, decoder=decoder, exact=exact, item_timeout=item_timeout, skip_bad=skip_bad)
     loaders = [_fast_loader(o, _name(i), prefetch, processes, **kwargs) for i,o in enumerate(dls.loaders)]
     res = with_loaders(dls, loaders)

@@ -106,6 +106,7 @@ def _per_core(rates):
 def choose_decoder(name='auto', # A decoder's name; auto: the fastest that is installed here
                    exact:bool=False, # Every pixel must be Pillow's
                    again:bool=False, # Measure anew
+                   shared:bool=True, # May it be one that all threads share, on a GPU? Not in a worker process
     )->Choice:
     "The decoder for a name"
     if exact:
@@ -113,8 +114,11 @@ def choose_decoder(name='auto', # A decoder's name; auto: the fastest that is in
             return Choice(decoders['pillow'] if name == 'auto' else get_decoder(name), "exact: Pillow's own pixels")
         raise UserError(f"decoder={name!r} cannot be exact: its pixels may differ from Pillow's by a little. "
                         "Use decoder='pillow', or leave exact=False")
-    if name != 'auto': return Choice(get_decoder(name), 'as asked')
-    first,*others = _per_core(_rates(2, again))
+    if name != 'auto':
+        if shared or not get_decoder(name).shared: return Choice(get_decoder(name), 'as asked')
+        raise UserError(f'decoder={name!r} decodes on the GPU, which a worker process cannot use: leave processes out, '
+                        'or take another decoder')
+    first,*others = [o for o in _per_core(_rates(2, again)) if shared or not decoders[o[0]].shared]
     than = ', '.join(f'{k} {v}' for k,v in others)
     why = f'the fastest here: {first[1]} JPEGs of 400x350 a second and core at half size; {than}'
     return Choice(decoders[first[0]], why)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BENEATH', 'ALLOWED', 'cpu_model', 'cpu_limit', 'memory_limit', 'cores', 'worker_cores', 'versions', 'variables',
-           'host_id', 'git_state', 'commits', 'torch_state', 'environment', 'device_info', 'known_device']
+           'host_id', 'git_state', 'commits', 'fp32_modes', 'torch_state', 'environment', 'device_info', 'known_device']
 
 # %% ../../nbs/machine/00_environment.ipynb #0c8c887a
 import functools, hashlib, os, platform, re, subprocess, sys
@@ -141,7 +141,8 @@ def commits(
     return _known(fastbench=git_state(home) if (home/'.git').exists() else None, folder=git_state('.'))
 
 # %% ../../nbs/machine/00_environment.ipynb #6a68a603
-def _fp32(backends):
+def fp32_modes(backends # `torch.backends`
+    )->dict: # matmul and conv: 'ieee', 'tf32', or 'none': unchanged, which is 'ieee'
     "What fp32 matrix products and convolutions are computed in: where a GPU can, PyTorch lets convolutions be tf32"
     try: return dict(matmul=backends.cuda.matmul.fp32_precision, conv=backends.cudnn.conv.fp32_precision)
     except AttributeError:  # torch before 2.9
@@ -156,7 +157,7 @@ def torch_state(
     return _known(
         threads=torch.get_num_threads(), interop_threads=torch.get_num_interop_threads(),
         cuda=torch.version.cuda, cpu_capability=torch.backends.cpu.get_cpu_capability(), hip=torch.version.hip,
-        cudnn=torch.backends.cudnn.version() if gpu else None, fp32=_fp32(torch.backends) if gpu else None)
+        cudnn=torch.backends.cudnn.version() if gpu else None, fp32=fp32_modes(torch.backends) if gpu else None)
 
 # %% ../../nbs/machine/00_environment.ipynb #54aedca8
 def environment(env=os.environ # Environment variables to choose from

@@ -14,7 +14,7 @@ import torch
 
 from ..compat import linear_pointwise
 from .download import cache_dir
-from .environment import cpu_model
+from .environment import cpu_model, fp32_modes
 from ..errors import UserError
 
 # %% ../../nbs/machine/05_flops.ipynb #912d97c5
@@ -65,7 +65,7 @@ def _products(device, precision):
     return [torch.matmul, onednn_linear] if both else [torch.matmul]
 
 def _tf32(device, precision):
-    return device.type == 'cuda' and precision == 'fp32' and torch.get_float32_matmul_precision() != 'highest'
+    return device.type == 'cuda' and precision == 'fp32' and fp32_modes(torch.backends)['matmul'] == 'tf32'
 
 def _device_key(device, precision):
     names = dict(cuda=lambda: torch.cuda.get_device_name(device), cpu=cpu_model)

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['contract', 'is_joined', 'world_size', 'rank', 'local_rank', 'local_world_size', 'backend', 'of_srun', 'heed_srun',
-           'join', 'leave', 'before_fork', 'environment_of_group', 'host_group', 'barrier', 'broadcast', 'gather',
-           'start_sum', 'sum_over_ranks', 'max_over_ranks', 'any_rank', 'same_on_all', 'OtherFailed', 'all_or_none']
+           'own_gpu', 'join', 'leave', 'before_fork', 'environment_of_group', 'host_group', 'barrier', 'broadcast',
+           'gather', 'start_sum', 'sum_over_ranks', 'max_over_ranks', 'any_rank', 'same_on_all', 'OtherFailed',
+           'all_or_none']
 
 # %% ../../nbs/machine/06_group.ipynb #e8c80714
 import os, subprocess, sys, time
@@ -86,13 +87,27 @@ def heed_srun():
     "A process that srun has started knows from now on who it is"
     if not is_joined() and not os.environ.get('WORLD_SIZE'): os.environ.update(of_srun())
 
+# %% ../../nbs/machine/06_group.ipynb #owngpu01
+def own_gpu(device:torch.device # Where the training was to be; without a number or with 0: nobody has chosen
+    )->torch.device: # With its number
+    "The GPU of this process; a `UserError` where there are more processes than GPUs"
+    n,i = torch.cuda.device_count(),device.index or torch.cuda.current_device() or local_rank()
+    alone = n == 1 and 'LOCAL_WORLD_SIZE' not in os.environ # as with srun --gpus-per-task=1
+    if i >= n and not alone:
+        raise UserError(f'process {i} of this machine finds no GPU of its own: there are {n}. Start no more processes '
+                        'than GPUs, or train on the CPU')
+    return torch.device('cuda', 0 if alone else i)
+
 # %% ../../nbs/machine/06_group.ipynb #34eee4cf
+_beside = {} # How long processes wait for each other; the group that is made beside the default one, and for which
+
 def join(device='cpu', # Where the processes train: 'cpu', 'cuda'
-         timeout=None, # Seconds that a process waits for the others before it gives up; None: torch's 30 minutes
+         timeout=None, # Seconds that a process waits for the others before it gives up; None: 30 minutes
     )->bool: # Was it this call? Then `leave()` takes it back
     "Bring this process together with the others, unless it is already"
     if is_joined(): return False
-    kw = {} if timeout is None else dict(timeout=timedelta(seconds=timeout))
+    _beside.update(timeout=timedelta(seconds=1800 if timeout is None else timeout))
+    kw = dict(timeout=_beside['timeout'])
     cuda = torch.device(device).type == 'cuda'
     backend = 'nccl' if cuda else 'gloo'
     heed_srun()
@@ -100,7 +115,7 @@ def join(device='cpu', # Where the processes train: 'cpu', 'cuda'
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore(), **kw)
         return True
     _check_contract()
-    if cuda: torch.cuda.set_device(local_rank())
+    if cuda: torch.cuda.set_device(own_gpu(torch.device(device)))
     dist.init_process_group(backend, **kw)
     return True
 
@@ -108,6 +123,7 @@ def join(device='cpu', # Where the processes train: 'cpu', 'cuda'
 def leave():
     "Undo `join`"
     if is_joined(): dist.destroy_process_group()
+    _beside.clear()
 
 # %% ../../nbs/machine/06_group.ipynb #a6c1f0d3
 def before_fork():
@@ -133,14 +149,13 @@ def environment_of_group():
     finally: _put_back(was)
 
 # %% ../../nbs/machine/06_group.ipynb #e6bf512a
-_beside = {} # The group that was made beside the default one, and for which
-
 def host_group(
     ): # For `group=` of torch.distributed
     "A group for tensors on the CPU"
     if dist.get_backend() == 'gloo': return dist.group.WORLD
     if _beside.get('of') is not dist.group.WORLD:
-        _beside.update(of=dist.group.WORLD, group=dist.new_group(backend='gloo'))
+        group = dist.new_group(backend='gloo', timeout=_beside.get('timeout'))
+        _beside.update(of=dist.group.WORLD, group=group)
     return _beside['group']
 
 # %% ../../nbs/machine/06_group.ipynb #17706c41

@@ -18,6 +18,7 @@ from fastai.torch_core import default_device, defaults
 
 import fastbench.distributed.learner  # adds to_distributed
 import fastbench.train.schedule  # adds fit_linear
+from ..callback.backends import set_tf32_state, tf32_state
 from ..errors import UserError
 from ..measure.clock import train_device
 from .source import Source
@@ -115,14 +116,14 @@ def _get_state():
     return dict(threads=torch.get_num_threads(), default_dtype=torch.get_default_dtype(),
                 default_device=torch.get_default_device(), grad=torch.is_grad_enabled(),
                 deterministic=torch.are_deterministic_algorithms_enabled(), cudnn_benchmark=b.cudnn.benchmark,
-                matmul_precision=torch.get_float32_matmul_precision(), anomaly=torch.is_anomaly_enabled(),
+                fp32_precision=tf32_state(), anomaly=torch.is_anomaly_enabled(),
                 callbacks=tuple(defaults.callbacks), folder=os.getcwd())
 
 _setters = dict(threads=torch.set_num_threads, default_dtype=torch.set_default_dtype,
                 default_device=lambda v: torch.set_default_device(None if v.type == 'cpu' else v),
                 grad=torch.set_grad_enabled, deterministic=torch.use_deterministic_algorithms, folder=os.chdir,
                 cudnn_benchmark=lambda v: setattr(torch.backends.cudnn, 'benchmark', v),
-                matmul_precision=torch.set_float32_matmul_precision, anomaly=torch.autograd.set_detect_anomaly,
+                fp32_precision=set_tf32_state, anomaly=torch.autograd.set_detect_anomaly,
                 callbacks=lambda v: setattr(defaults, 'callbacks', list(v)))
 
 # %% ../../nbs/own/01_call.ipynb #9b72e320

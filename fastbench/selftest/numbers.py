@@ -15,6 +15,7 @@ from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
 
 from ..train.batch_size import free
 from ..callback.amp import MixedPrecision
+from ..callback.backends import set_tf32_state, tf32_state
 from ..machine.environment import _ask, _cuda
 from ..machine.flops import measure_peak
 from ..machine.noise import gpu_state
@@ -114,11 +115,12 @@ def _overflow(here):
 
 # %% ../../nbs/selftest/01_numbers.ipynb #8d464f15
 @contextmanager
-def _matmul(precision):
-    was = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+def _with_tf32():
+    was = tf32_state()
+    set_tf32_state(('high', True))
     try: yield
-    finally: torch.set_float32_matmul_precision(was)
+    finally: set_tf32_state(was)
+
 
 # %% ../../nbs/selftest/01_numbers.ipynb #25db7d49
 @check('the peak of matrix products, in each precision')
@@ -127,7 +129,7 @@ def _peak(here):
     budget = 1. if here.full else .3
     found = {p: measure_peak(here.device, p, budget=budget) for p in _precisions(here)}
     if here.device.type == 'cuda' and torch.cuda.get_device_capability(here.device) >= (8, 0):
-        with _matmul('high'): found['tf32'] = measure_peak(here.device, 'fp32', budget=budget)
+        with _with_tf32(): found['tf32'] = measure_peak(here.device, 'fp32', budget=budget)
     lower = [v for k,v in found.items() if k != 'fp32']
     last = list(found)[len(_precisions(here))-1]
     if here.device.type == 'cuda': found[f'{last} of ones'] = measure_peak(here.device, last, budget=budget, ones=True)

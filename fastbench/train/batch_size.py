@@ -214,7 +214,7 @@ class _Same:
 class _Times(Callback):
     def before_fit(self): self.at = []
     def after_batch(self):
-        if next(self.model.parameters()).is_cuda: torch.cuda.synchronize()
+        if (p := next(self.model.parameters())).is_cuda: torch.cuda.synchronize(p.device)
         self.at.append(perf_counter())
     def before_batch(self):
         if len(self.at) == self.n_iter: raise CancelFitException

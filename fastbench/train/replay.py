@@ -12,7 +12,7 @@ from fastcore.basics import patch
 
 from ..callback.override import override
 from .checkpoint import CheckpointError
-from .state import from_plain, loaders_of, set_fit_state, set_loaders, set_rng_state, to_plain
+from .state import device_of, from_plain, loaders_of, set_fit_state, set_loaders, set_rng_state, to_plain
 from .together import is_elsewhere
 
 # %% ../../nbs/train/14_replay.ipynb #a25ac01a
@@ -94,7 +94,7 @@ def _begin(self:Replay):
     if at['stage'] == 'train' and not at['steps']: self.arrive()
     else:
         set_loaders(learn, self.state['start']['loaders'])
-        set_rng_state(from_plain(self.state['start']['rng']))
+        set_rng_state(from_plain(self.state['start']['rng']), device_of(learn))
     return True
 
 # %% ../../nbs/train/14_replay.ipynb #a6897a0d

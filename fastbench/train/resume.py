@@ -22,7 +22,7 @@ from ..machine.shards import mesh_of
 from ..measure.lifecycle import forget, when_cut
 from .checkpoint import CheckpointError, checkpoints, claim, read_header
 from .replay import Replay, check_same, made_of
-from .state import (fit_state, layer_numbers, loader_state, loaders_of, own_model, rng_state,
+from .state import (device_of, fit_state, layer_numbers, loader_state, loaders_of, own_model, rng_state,
                                    set_fit_state, tied_weights, to_plain)
 from .together import is_elsewhere, read_together, save_together
 
@@ -165,7 +165,7 @@ def _go_on(self:CheckpointEvery, header, path):
 def before_epoch(self:CheckpointEvery):
     if self.learn.lock.locked(): return
     loaders = [to_plain(loader_state(o)) for o in loaders_of(self.learn)]
-    self._start_of_epoch = dict(rng=to_plain(rng_state()), loaders=loaders)
+    self._start_of_epoch = dict(rng=to_plain(rng_state(device_of(self.learn))), loaders=loaders)
 
 @patch
 def before_validate(self:CheckpointEvery):

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['NotPlain', 'to_plain', 'from_plain', 'rng_state', 'set_rng_state', 'loader_state', 'set_loader_state',
            'layer_numbers', 'own_model', 'weights', 'tied_weights', 'set_weights', 'opt_state', 'set_opt_state',
-           'metric_state', 'set_metric_state', 'callback_state', 'set_callback_state', 'loaders_of', 'fit_state',
-           'set_loaders', 'set_fit_state', 'fit_in']
+           'metric_state', 'set_metric_state', 'callback_state', 'set_callback_state', 'device_of', 'loaders_of',
+           'fit_state', 'set_loaders', 'set_fit_state', 'fit_in']
 
 # %% ../../nbs/train/11_state.ipynb #f55ee8ff
 import random
@@ -74,23 +74,37 @@ def _devices():
     if torch.backends.mps.is_available(): yield 'mps',torch.mps
     if hasattr(torch, 'xpu') and torch.xpu.is_available() and torch.xpu.is_initialized(): yield 'xpu',torch.xpu
 
-def rng_state()->dict: # Of Python, NumPy, PyTorch and its devices
+def _own_number(api, device):
+    "Number of the device that trains, among those that this process sees"
+    if device is not None and getattr(torch, device.type, None) is api and device.index is not None: return device.index
+    return api.current_device() if hasattr(api, 'current_device') else 0
+
+def rng_state(device=None, # The `torch.device` that trains; None: the current one
+    )->dict: # Of Python, NumPy, PyTorch and its devices; own: which of these trains
     "State of the random generators of this process"
     res = dict(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state())
     for name,api in _devices():
         res[name] = api.get_rng_state_all() if hasattr(api, 'get_rng_state_all') else [api.get_rng_state()]
+        res['own'] = _own_number(api, device)
     return res
 
-def set_rng_state(state:dict # Of `rng_state`
+def set_rng_state(state:dict, # Of `rng_state`
+                  device=None # The `torch.device` that trains; None: the current one
     ):
     "Restore the random generators"
     random.setstate(state['python'])
     np.random.set_state(state['numpy'])
     torch.set_rng_state(state['torch'])
     for name,api in _devices():
-        if name not in state: continue
-        put = getattr(api, 'set_rng_state_all', None)
-        put(state[name]) if put else api.set_rng_state(state[name][0])
+        if name in state: _set_device_rng(api, state[name], _own_number(api, device), state.get('own'))
+
+def _set_device_rng(api, states, here, there):
+    "There may be more or fewer devices than before, and the one that trains may have another number"
+    there = min(here if there is None else there, len(states)-1)
+    if not hasattr(api, 'set_rng_state_all'): return api.set_rng_state(states[0])
+    for i in range(min(len(states), api.device_count())):
+        if i != here: api.set_rng_state(states[i], i)
+    api.set_rng_state(states[there], here)
 
 # %% ../../nbs/train/11_state.ipynb #da1a934d
 def _speaks(o): return hasattr(type(o), 'state_dict') and hasattr(type(o), 'load_state_dict')
@@ -202,25 +216,37 @@ _clocks = 'start_epoch',  # of the Recorder: when the epoch began, on the wall
 
 def metric_state(m:Metric # fastai's, or ours
     )->dict:
-    "The sums of a metric"
+    "The sums of a metric; `on_device` names the tensors that are not on the host"
     if _speaks(m): return to_plain(m.state_dict())
     return _plain_of(vars(m), set(signature(type(m).__init__).parameters))
 
 def set_metric_state(m:Metric, # The same metric
                      state:dict, # Of `metric_state`
+                     device='cpu', # Where the training goes on
     ):
     "Restore the sums of a metric"
     if _speaks(m): m.load_state_dict(from_plain(state))
-    else: vars(m).update(from_plain(state))
+    else: vars(m).update(_back(state, device))
+
+def _away(o):
+    "Is a tensor in it on a device?"
+    if isinstance(o, (list, tuple)): return any(map(_away, o))
+    return isinstance(o, Tensor) and o.device.type != 'cpu'
 
 def _plain_of(values, without):
-    "What of `values` can be kept"
+    "What of `values` can be kept, and what of it is on a device: a file brings all to the host"
     res = {}
     for k,v in values.items():
         if k in without: continue
         try: res[k] = to_plain(v)
         except NotPlain: pass
-    return res
+    away = [k for k in res if _away(values[k])]
+    return res | dict(on_device=away) if away else res
+
+def _back(state, device):
+    "The values of `_plain_of`, those of a device on this one"
+    away = state.get('on_device', ())
+    return {k: _on(from_plain(v), device if k in away else 'cpu') for k,v in state.items() if k != 'on_device'}
 
 # %% ../../nbs/train/11_state.ipynb #31f3a319
 def callback_state(cb # A callback
@@ -234,11 +260,12 @@ def callback_state(cb # A callback
 
 def set_callback_state(cb, # The same callback
                        state:dict, # Of `callback_state`
+                       device='cpu', # Where the training goes on
     ):
     "Restore the state of a callback"
     if 'own' in state: cb.load_state_dict(from_plain(state['own']))
-    for k,v in from_plain(state.get('plain', {})).items(): object.__setattr__(cb, k, v)
-    for k,v in state.get('metrics', {}).items(): set_metric_state(getattr(cb, k), v)
+    for k,v in _back(state.get('plain', {}), device).items(): object.__setattr__(cb, k, v)
+    for k,v in state.get('metrics', {}).items(): set_metric_state(getattr(cb, k), v, device)
 
 # %% ../../nbs/train/11_state.ipynb #4298529b
 _own = 'epoch', 'train_iter', 'pct_train', 'iter', 'smooth_loss', 'loss', 'final_record'
@@ -256,6 +283,11 @@ def _stateful(learn):
         o = vars(learn).get(k)
         if _speaks(o): yield k,o
 
+def device_of(learn # A Learner
+    )->torch.device:
+    "Where its model is"
+    return next((p.device for p in own_model(learn.model).parameters()), torch.device('cpu'))
+
 def loaders_of(learn # A Learner
     )->list: # Those of training, validation and so on
     "The loaders of a Learner"
@@ -268,20 +300,21 @@ def fit_state(learn, # A Learner between two steps of a fit
     )->dict: # For `set_fit_state`
     "Everything that the next step depends on"
     return dict(weights=weights(own_model(learn.model), since), opt=opt_state(learn.opt, grads),
-                rng=to_plain(rng_state()), loaders=[to_plain(loader_state(o)) for o in loaders_of(learn)],
+                rng=to_plain(rng_state(device_of(learn))),
+                loaders=[to_plain(loader_state(o)) for o in loaders_of(learn)],
                 cbs={k: s for k,o in _named(learn.cbs) if o not in without and (s := callback_state(o))},
                 metrics=[metric_state(o) for o in learn.metrics],
                 learner=_plain_of({k: vars(learn)[k] for k in _own if k in vars(learn)}, ()),
                 more={k: to_plain(o.state_dict()) for k,o in _stateful(learn)})
 
 # %% ../../nbs/train/11_state.ipynb #84a18ece
-def _set_callbacks(learn, states):
+def _set_callbacks(learn, states, device):
     have = dict(_named(learn.cbs))
     gone = [k for k in states if k not in have]
     if gone:
         raise UserError(f'the checkpoint has the state of {", ".join(gone)}, which this Learner does not have: '
                         'the script was changed since. Add it again, or begin anew in another folder')
-    for k,s in states.items(): set_callback_state(have[k], s)
+    for k,s in states.items(): set_callback_state(have[k], s, device)
 
 def set_loaders(learn, # The Learner
                 states:list, # Of `loader_state`, one a loader
@@ -295,13 +328,14 @@ def set_fit_state(learn, # A Learner made in the same way, in a fit
     "Restore a fit, so that its next step is the one after `state`"
     set_weights(own_model(learn.model), state['weights'])
     set_opt_state(learn.opt, state['opt'])
-    for k,v in from_plain(state['learner']).items(): setattr(learn, k, v)
-    _set_callbacks(learn, state['cbs'])
-    for m,s in zip(learn.metrics, state['metrics']): set_metric_state(m, s)
+    device = device_of(learn)
+    for k,v in _back(state['learner'], device).items(): setattr(learn, k, v)
+    _set_callbacks(learn, state['cbs'], device)
+    for m,s in zip(learn.metrics, state['metrics']): set_metric_state(m, s, device)
     for k,o in _stateful(learn):
         if state['more'].get(k): o.load_state_dict(from_plain(state['more'][k]))
     set_loaders(learn, state['loaders'])
-    set_rng_state(from_plain(state['rng']))
+    set_rng_state(from_plain(state['rng']), device)
 
 # %% ../../nbs/train/11_state.ipynb #fdb9cd16
 def fit_in(state:dict, # Of `fit_state`, read from a disk
