@@ -1,4 +1,5 @@
 "The profiler on every kind of fit, however it ends: what it says, and what it leaves behind."
+import copy
 import json
 import random
 from contextlib import suppress
@@ -643,10 +644,30 @@ def test_trace_into_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match='does not exist'): make().profile(trace=tmp_path/'no'/'x.json')
 
 
+def row_of(i): return torch.ones(8)*i
+def class_of(i): return torch.tensor(i % 3)
+def of_numbers():
+    return Datasets(list(range(32)), [[row_of], [class_of]], splits=[range(24), range(24, 32)]).dataloaders(bs=4, num_workers=0)
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('again', [lambda learn, d: load_learner(d/'x.pkl'), lambda learn, d: copy.deepcopy(learn)], ids=['exported', 'deep-copied'])
+def test_a_profiled_learner_goes_on_elsewhere(tmp_path, again):
+    learn = make(dls=of_numbers(), path=tmp_path)
+    learn.fit(1)
+    want = learn.get_preds()[0]
+    learn.export('x.pkl')
+    new = again(learn, tmp_path)
+    assert new.profiler.learn is new and not len(new.profiler.results)
+    new.dls = learn.dls  # an exported Learner has no items
+    assert new.get_preds()[0].equal(want)
+    new.fit(1)
+    assert value(new.profiler.results, 'train', 'step') == value(learn.profiler.results, 'train', 'step') == len(learn.dls.train)
+
+
 @pytest.mark.filterwarnings('ignore')
 def test_export_carries_no_measurements(tmp_path):
-    tfms = [[lambda i: torch.ones(8)*i], [lambda i: torch.tensor(i % 3)]]
-    learn = make(dls=Datasets(list(range(32)), tfms, splits=[range(24), range(24, 32)]).dataloaders(bs=4, num_workers=0), path=tmp_path)
+    learn = make(dls=of_numbers(), path=tmp_path)
     learn.fit(1)
     learn.export('x.pkl')
     other = load_learner(tmp_path/'x.pkl')

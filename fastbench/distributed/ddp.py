@@ -38,8 +38,8 @@ class DDP(Strategy):
         self.kwargs,self._replaced = kwargs,{}
     def begin(self, learn):
         heed_srun()
-        device = train_device(learn)
-        if device.type == 'cuda' and world_size() > 1: os.environ['LOCAL_RANK'] = str(device.index) # for Accelerate
+        if world_size() > 1 and (gpu := train_device(learn)).type == 'cuda':
+            os.environ['LOCAL_RANK'] = str(gpu.index) # the GPU that Accelerate takes
         self.accelerator = Accelerator(**_with_views(self.kwargs))
 
     def wrap(self, model):

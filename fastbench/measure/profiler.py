@@ -330,7 +330,7 @@ def __dir__(self:Profiler): # fastai's adds all that the Learner and its model h
 _public = 'profile results table kernels padding verdict show plot to_markdown to_csv to_json reset'.split()
 
 @patch
-def __getstate__(self:Profiler): return self._options
+def __getstate__(self:Profiler): return dict(self._options, learn=self._learn)
 
 @patch
 def state_dict(self:Profiler)->dict: "Empty: times belong to one process and are not saved in a checkpoint"; return {}
@@ -338,7 +338,10 @@ def state_dict(self:Profiler)->dict: "Empty: times belong to one process and are
 def load_state_dict(self:Profiler, state # From `state_dict`
     ): "Do nothing: nothing was saved"
 @patch
-def __setstate__(self:Profiler, state): self.__init__(**state)
+def __setstate__(self:Profiler, state):
+    learn = state.pop('learn', None)
+    self.__init__(**state)
+    self._learn = learn
 
 # %% ../../nbs/measure/12_profiler.ipynb #a9cec3ac
 @patch
