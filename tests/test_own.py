@@ -439,3 +439,29 @@ def test_showing_and_listing_a_function_needs_no_torch(home, tmp_path):
     code = f"import sys\nfrom fastbench.recipe import get_recipe\nget_recipe({str(home/'train.py:make')!r}, bs=3)\nassert 'torch' not in sys.modules"
     got = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, 'PYTHONPATH': str(ROOT)})
     assert got.returncode == 0, got.stderr
+
+
+@pytest.mark.parametrize('words', [('doctor', 'train.py:broken'), ('find-batch-size', 'train.py:broken', '--device', 'cpu')], ids=['doctor', 'find-batch-size'])
+def test_an_error_of_a_function_is_told_by_each_command_as_by_run(home, monkeypatch, capsys, words):
+    monkeypatch.chdir(home)
+    code, out, err = command(monkeypatch, capsys, *words)
+    assert code == 4 and err.splitlines()[-1] == "fastbench: train.py:broken failed: KeyError: 'nothing there'"
+    assert 'def broken(): return _deeper()' in err and 'typer' not in err
+
+
+def test_the_largest_batch_of_a_function_without_workers(home, monkeypatch, capsys):
+    monkeypatch.chdir(home)
+    code, out, err = command(monkeypatch, capsys, 'find-batch-size', 'train.py:make', '--device', 'cpu', '--max', '4')
+    assert not code and int(out.split()[0]) > 0 and 'Warning' not in err
+
+
+def test_an_epoch_without_a_batch_is_not_called_diverged(home, tmp_path):
+    (tmp_path/'few.py').write_text(TRAIN + '\ndef few():\n    learn = make()\n    learn.dls.loaders[0] = learn.dls.train.new(bs=10**6, drop_last=True)\n    return learn\n')
+    (tmp_path/'sizes.py').write_text('width = 4\n')
+    with pytest.raises(UserError, match='an epoch has no batch: the training data have .* items, a batch 1000000. Use a smaller bs'):
+        run_recipe(f'{tmp_path}/few.py:few', device='cpu')
+
+
+@pytest.mark.parametrize('name', ['train.py', 'train.py:make', 'digits-xresnet18'])
+def test_a_training_is_no_ladder_until_rungs_are_named(name):
+    with pytest.raises(UserError, match=f'{name} is no ladder: say what each rung changes, --rung bigger:bs=128'): ladder_recipes(name)

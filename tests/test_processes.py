@@ -2,6 +2,7 @@
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -92,26 +93,46 @@ def test_one_process_trains_as_without_others(tmp_path):
     assert run.status == 'ok' and run.processes == (1, '') and len(run.ranks) == 1 and not run.engine
 
 
-def test_a_signal_stops_both_after_the_step_and_keeps_the_run(tmp_path):
-    code = f'''
+STARTER = f'''
 import sys
 from fastbench.bench.launch import Interrupted
 from fastbench.bench.processes import launch_processes
 from fastbench.recipe import get_recipe
 def tell(o):
     if o["phase"] == "train" and o["step"] > 2: print("fit", flush=True)
-try: launch_processes(get_recipe({TROUBLE!r}, what="slow"), 2, {str(tmp_path)!r}, tell, device="cpu")
+try: launch_processes(get_recipe({TROUBLE!r}, what="slow"), 2, sys.argv[1], tell, device="cpu")
 except Interrupted as e: print(e.signum, e.path, flush=True)
 '''
-    p = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True)
+
+
+@contextmanager
+def starter(tmp_path):
+    "A process that has started two, once they train"
+    p = subprocess.Popen([sys.executable, '-c', STARTER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert p.stdout.readline() == 'fit\n'
-        p.send_signal(signal.SIGINT)
-        signum, path = next(o for o in p.stdout if o != 'fit\n').split(' ', 1)
-        assert p.wait(60) == 0 and int(signum) == signal.SIGINT
+        yield p
+    finally: p.kill()
+
+
+@pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_stops_both_after_the_step_and_keeps_the_run(tmp_path, signum):
+    "A terminal that is closed sends one, too"
+    with starter(tmp_path) as p:
+        p.send_signal(signum)
+        got, path = next(o for o in p.stdout if o != 'fit\n').split(' ', 1)
+        assert p.wait(60) == 0 and int(got) == signum
         run = load(path.strip())
         assert run.status == 'interrupted' and len(run.ranks) == 2
-    finally: p.kill()
+
+
+def test_both_end_if_who_started_them_is_killed(tmp_path):
+    with starter(tmp_path) as p:
+        ours = psutil.Process(p.pid).children(recursive=True)
+        assert len(ours) >= 3  # torchrun and two
+        p.kill()
+        p.wait()
+        assert not psutil.wait_procs(ours, timeout=60)[1]
 
 
 @pytest.mark.parametrize('kwargs,match', [(dict(nproc=0), 'nproc=0 cannot be'), (dict(nproc=2, strategy='zeor'), "unknown strategy 'zeor'"), (dict(nproc=2, strategy=None), '2 processes need a strategy')])

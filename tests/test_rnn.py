@@ -275,3 +275,21 @@ def test_generate(dls):
     assert learn.model.training and learn.model.state is None
     assert generate(learn, 'one', 30, 2., seed=1) == generate(learn, 'one', 30, 2., seed=1) != generate(learn, 'one', 30, 2., seed=2)
     assert len(generate(learn, '', 3, seed=1).split()) == 3 and '<unk>' not in generate(learn, 'zzz', 50, 5., seed=1)
+
+
+def test_a_learner_of_fastais_text_is_saved_and_loaded_with_our_methods(tmp_path):
+    "Its `load` takes its arguments in another order than the one of a Learner"
+    from fastai.data.core import DataLoaders
+    from fastai.data.load import DataLoader
+    from fastai.text.learner import TextLearner
+    import fastbench.train.convert  # noqa: F401  (adds bench)
+    class Net(torch.nn.Linear):
+        def reset(self): pass
+        def forward(self, x): return (y := super().forward(x)), [y], [y]
+    dls = DataLoaders(*(DataLoader([(torch.ones(2), torch.ones(1))]*8, bs=4) for _ in range(2)), device='cpu')
+    learn = TextLearner(dls, Net(2, 1), lambda m: [list(m.parameters())], loss_func=torch.nn.MSELoss(), path=tmp_path).bench()
+    quiet(learn)
+    was = learn.model.weight.clone()
+    learn.save('own')
+    quiet(learn)
+    for kwargs in ({}, dict(with_opt=False), dict(device='cpu')): assert learn.load('own', **kwargs).model.weight.equal(was)

@@ -105,8 +105,13 @@ class Interrupted(BaseException):
                  note='', # What happened to the training
         ): self.signum,self.path,self.note = signum,path,note
 
+def _ends():
+    "Signals that end a training: of a terminal that was closed, too, unless nohup has switched that off"
+    hup = getattr(signal, 'SIGHUP', None)
+    return STOPS if hup is None or signal.getsignal(hup) is not signal.SIG_DFL else (*STOPS, hup)
+
 class Signals:
-    "Count SIGINT and SIGTERM in a block, in the main thread; the handlers are restored"
+    "Count SIGINT, SIGTERM and SIGHUP in a block, in the main thread; the handlers are restored"
     def __init__(self): self.got,self._raise = [],False
     def __call__(self, signum, frame):
         self.got.append(signum)
@@ -114,7 +119,7 @@ class Signals:
 
     def __enter__(self):
         here = threading.current_thread() is threading.main_thread()
-        self._old = {s: signal.signal(s, self) for s in STOPS} if here else {}
+        self._old = {s: signal.signal(s, self) for s in _ends()} if here else {}
         return self
     def __exit__(self, *exc):
         for s,h in self._old.items(): signal.signal(s, h if h is not None else signal.SIG_DFL)

@@ -225,8 +225,9 @@ def launch_processes(recipe, # A `Recipe` or its name, a function that returns a
     many = dict(world_size=nproc*place.nodes, strategy=strategy or '')
     with place.folder(folder, recipe, repeat) as path, Signals() as signals:
         job = Launch(recipe, path, nproc, tell, signals, max_restarts, show_output, options.get('device'), threads)
+        starter = os.getpid() if isinstance(place, Here) else None
         write_spec(path, recipe, folder=str(folder), strategy=strategy, timeout=timeout, offline=offline,
-                   options=dict(options, repeat=repeat))
+                   starter=starter, options=dict(options, repeat=repeat))
         try: said = place.run(job)
         except Ended as e: return failed_run(recipe, repeat, folder, str(e), **many)
         return ended(job.board, said, signals.got, recipe, repeat, folder, **many)

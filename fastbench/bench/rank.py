@@ -136,7 +136,7 @@ def main(path:str # Path of the file that says what to train
     code = 1
     try:
         quiet_process(spec['offline'])
-        with Lookout(board, spec['timeout']) as look:
+        with Lookout(board, spec['timeout'], starter=spec.get('starter')) as look:
             signal.signal(signal.SIGTERM, look.ask)
             board.say('result', last=train_rank(spec, board, look))
         code = 0

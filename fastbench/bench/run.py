@@ -140,6 +140,7 @@ def run_recipe(recipe:str|Recipe, # What to run: a recipe or its name, a functio
         if learn:
             if strategy: _together(learn, strategy, run)
             _describe(run, r, learn)
+            _check_batches(learn.dls)
             if ready: ready(run)
             every = _checkpoints(learn, checkpoints, stop, tell)
             _train(learn, r, run, tell, stop, device, energy, idle, every)
@@ -155,6 +156,15 @@ def _failed(run, e, device, r):
     of_loader = 'Original Traceback' in str(e)  # whose last line has the type of the error, too
     run.error = lines[-1] if of_loader else explain(e, device, run.recipe.get('bs'))
     run.traceback = r.story(e)
+
+def _check_batches(dls):
+    "Without a batch there is no loss, which would look as if the training had diverged"
+    try: n = len(dls.train)
+    except (AttributeError, NotImplementedError, TypeError): return
+    if n: return
+    bs,items = (getattr(dls.train, o, None) for o in ('bs', 'n'))
+    have = f': the training data have {items} items, a batch {bs}' if bs and items else ''
+    raise UserError(f'an epoch has no batch{have}. Use a smaller bs, or more data')
 
 # %% ../../nbs/bench/01_run.ipynb #a32bd25e
 def _without_paths(run):

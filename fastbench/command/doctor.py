@@ -17,7 +17,7 @@ from ..errors import UserError
 from ..recipe import but, get_recipe
 from .ab import _time
 from .options import Device, Json, argument, field, flag, option
-from .terminal import app, example, names_like, say
+from .terminal import app, example, names_like, say, told_as_run
 
 # %% ../../nbs/command/08_doctor.ipynb #1ad1d09a
 _what = 'Training whose input to diagnose: what a step waits for, and what would help. If left out: this machine.'
@@ -55,7 +55,7 @@ def _diagnose(given, changes, device, budget, as_json):
         warnings.simplefilter('ignore')  # of imports
         from fastbench.bench.learner import bench_learner
         import fastbench.draw.diagnose  # adds Learner.diagnose_input
-    found = bench_learner(recipe, device=device).diagnose_input(budget or 20.)
+    with told_as_run(recipe): found = bench_learner(recipe, device=device).diagnose_input(budget or 20.)
     print(found.to_json() if as_json else found)
     change = next(filter(partial(_takes, recipe), found.best['changes'] if found.best else ()), None)
     if change and not as_json: _say_proof(given, changes, change)

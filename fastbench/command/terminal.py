@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['app', 'names_like', 'kept_like', 'example', 'say', 'progress', 'summary', 'full', 'print_json', 'print_run', 'draw',
-           'print_table', 'how_long', 'complain', 'Job', 'run_all', 'near', 'print_runs']
+           'print_table', 'how_long', 'complain', 'told_as_run', 'Job', 'run_all', 'near', 'print_runs']
 
 # %% ../../nbs/command/01_terminal.ipynb #e7f5b814
 import json, os, re, sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -16,6 +16,7 @@ import typer
 
 from .. import __version__
 from ..errors import UserError
+from ..own.source import is_own
 from ..recipe import as_dict, kinds, published, recipes, suites, typical_seconds
 from ..runs.store import FOLDER, NotKept, files
 
@@ -180,6 +181,18 @@ def complain(e): # e: the error
     from fastbench.compare.sides import NotComparable
     say(f"fastbench: {' '.join(_as_typed(str(e)).split())}")
     return 3 if isinstance(e, NotComparable) else 4 if isinstance(e, (DataUnavailable, NotKept, CannotStart)) else 2
+
+@contextmanager
+def told_as_run(recipe): # recipe: what is built or trained in the block
+    "An error of a user's own function as `fastbench run` tells it: the user's part of the traceback"
+    from fastbench.bench.failure import said
+    try: yield
+    except UserError: raise
+    except Exception as e:
+        if not is_own(recipe.name): raise
+        say(recipe.story(e).rstrip())
+        say(f'fastbench: {recipe.name} failed: {type(e).__name__}: {said(e)}')
+        raise typer.Exit(4) from None
 
 # %% ../../nbs/command/01_terminal.ipynb #f7e7614e
 class Job(NamedTuple):

@@ -6,7 +6,7 @@
 __all__ = ['run', 'find_batch_size']
 
 # %% ../../nbs/command/02_train.ipynb #1c393f50
-import sys
+import sys, warnings
 from pathlib import Path
 from typing import Optional
 
@@ -20,7 +20,7 @@ from .options import (
     AtPrecision, CheckpointInterval, Device, Json, LabelCol, Nproc, Offline, Out, Resume, ShowOutput, Strategy,
     TextCol, Valid, argument, field, flag, given, held_out, option, placed, samples)
 from .terminal import (
-    app, draw, example, full, names_like, print_json, print_runs, print_table, run_all)
+    app, draw, example, full, names_like, print_json, print_runs, print_table, run_all, told_as_run)
 
 # %% ../../nbs/command/02_train.ipynb #799cdf15
 _names_help = ('What to run; FILE.py or FILE.py:NAME for a function of your own, FILE.toml for a suite; '
@@ -105,12 +105,16 @@ def find_batch_size(
     as_json:Json=False,
 ):
     "Find the largest batch that trains a full step here."
-    recipe = get_recipe(name, workers=0, **given(dict(precision=precision and precision.value, data=data,
-                                                      label_col=label_col, text_col=text_col)))
-    import fastbench.train.batch_size
-    from fastbench.bench.learner import bench_learner
+    recipe = get_recipe(name, **given(dict(precision=precision and precision.value, data=data, label_col=label_col,
+                                           text_col=text_col)))
+    if 'workers' not in getattr(recipe, 'inert', ()): recipe = but(recipe, workers=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # of imports
+        import fastbench.train.batch_size
+        from fastbench.bench.learner import bench_learner
     if memory is not None: fastbench.train.batch_size.parse_memory(memory)
-    bs = bench_learner(recipe, device=device, offline=offline).find_batch_size(max=maximum, memory=memory)
+    with told_as_run(recipe):
+        bs = bench_learner(recipe, device=device, offline=offline).find_batch_size(max=maximum, memory=memory)
     if as_json:
         return print_json(dict(recipe=recipe.name, precision=recipe.precision, batch_size=int(bs), seconds=bs.seconds,
                                peak=bs.peak, why=bs.why))

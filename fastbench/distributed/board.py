@@ -13,7 +13,7 @@ from pathlib import Path
 from fastcore.basics import patch
 
 from ..errors import UserError
-from ..machine.environment import host_id
+from ..machine.environment import host_id, is_alive
 
 # %% ../../nbs/distributed/10_board.ipynb #59759704
 def _write(path, text):
@@ -96,7 +96,9 @@ class Lookout:
     def __init__(self, board:Board, # Board with the failures of others
                  timeout=1800, # Seconds without a step after which a process hangs
                  grace=8, # Seconds from the error of another process to the end of this one
+                 starter=None, # Process of this machine that is to be there, or the training stops after a step
         ):
+        self.starter = starter
         self.board,self.timeout,self.grace,self.steps,self._over = board,timeout,grace,0,threading.Event()
         self.parent,self.asked = os.getppid(),False
 
@@ -132,6 +134,7 @@ def _watch(self:Lookout):
             seen = self.steps
             faulthandler.dump_traceback_later(self.timeout+2, exit=True, file=self.file)
         if os.getppid() != self.parent: self._end('the process that started this one is gone')
+        if self.starter and not is_alive(self.starter): self.asked = True # as if it had said so
         if self.board.is_over(self.grace): self._end('another process has failed')
 
 # %% ../../nbs/distributed/10_board.ipynb #edbe8163

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/distributed/06_learner.ipynb #d3bb7e28
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -123,4 +124,5 @@ def load(self:Switches, file, # Its name, in `path/model_dir`
          **kwargs): # with_opt=True, strict=True
     "Load the model and the optimizer's state"
     s = _files(self)
-    return s.load(self, file, device=device, **kwargs) if s else super(Switches, self).load(file, device, **kwargs)
+    load = partial(s.load, self) if s else super(Switches, self).load
+    return load(file, device=device, **kwargs)

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['BENEATH', 'ALLOWED', 'cpu_model', 'cpu_limit', 'memory_limit', 'cores', 'worker_cores', 'versions', 'variables',
-           'host_id', 'git_state', 'commits', 'fp32_modes', 'torch_state', 'environment', 'device_info', 'known_device']
+           'host_id', 'git_state', 'commits', 'is_alive', 'fp32_modes', 'torch_state', 'environment', 'device_info',
+           'known_device']
 
 # %% ../../nbs/machine/00_environment.ipynb #0c8c887a
 import functools, hashlib, os, platform, re, subprocess, sys
@@ -139,6 +140,13 @@ def commits(
     "The commits that a Run depends on"
     home = Path(fastbench.__file__).resolve().parent.parent
     return _known(fastbench=git_state(home) if (home/'.git').exists() else None, folder=git_state('.'))
+
+# %% ../../nbs/machine/00_environment.ipynb #isalive1
+def is_alive(pid:int # Number of a process of this machine
+    )->bool:
+    "Does a process still run? One that has ended and was not waited for does not"
+    try: return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess: return False
 
 # %% ../../nbs/machine/00_environment.ipynb #6a68a603
 def fp32_modes(backends # `torch.backends`
