@@ -287,7 +287,7 @@ def test_a_learner_of_fastais_text_is_saved_and_loaded_with_our_methods(tmp_path
         def reset(self): pass
         def forward(self, x): return (y := super().forward(x)), [y], [y]
     dls = DataLoaders(*(DataLoader([(torch.ones(2), torch.ones(1))]*8, bs=4) for _ in range(2)), device='cpu')
-    learn = TextLearner(dls, Net(2, 1), lambda m: [list(m.parameters())], loss_func=torch.nn.MSELoss(), path=tmp_path).bench()
+    learn = TextLearner(dls, Net(2, 1), loss_func=torch.nn.MSELoss(), path=tmp_path).bench()
     quiet(learn)
     was = learn.model.weight.clone()
     learn.save('own')
