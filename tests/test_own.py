@@ -465,3 +465,9 @@ def test_an_epoch_without_a_batch_is_not_called_diverged(home, tmp_path):
 @pytest.mark.parametrize('name', ['train.py', 'train.py:make', 'digits-xresnet18'])
 def test_a_training_is_no_ladder_until_rungs_are_named(name):
     with pytest.raises(UserError, match=f'{name} is no ladder: say what each rung changes, --rung bigger:bs=128'): ladder_recipes(name)
+
+
+def test_a_ladder_of_which_nothing_trains_says_why(home, tmp_path):
+    table = ladder(f'{home}/train.py:broken', tmp_path, rungs=[Rung('wide', 'wider', dict(lr=.1))], device='cpu')
+    assert [o for o in table.notes if 'None' in o or 'chance' in o] == []
+    assert [o for o in table.notes if ': failed' in o] == [f"{o}: failed (KeyError: 'nothing there')" for o in ('start', 'wide')]

@@ -139,17 +139,20 @@ _ONCE = 'one run of each: differences of a few percent are chance'
 @patch
 def _about(self:LadderTable):
     "What was trained, and where"
-    if self.runs:
-        goal,o = next((r.goal['target'] for r in self.runs if r.goal), None),self.runs[0]
+    trained = [r for r in self.runs if r.status != 'failed']
+    if trained:
+        goal,o = next((r.goal['target'] for r in self.runs if r.goal), None),trained[0]
         to = f', to {goal:.0%} of the validation set' if goal else ''
         yield f"{o.data.get('name')} on {o.device.get('name')}, {o.precision.get('effective')}{to}"
     if any(r['n'] > 1 for r in self.rows): yield _REPEATED
-    elif self.runs: yield _ONCE
+    elif trained: yield _ONCE
 
 @patch
 def _trouble(self:LadderTable):
     "What failed or is missing, and what `of peak` means"
-    yield from (f"{r['rung']}: {r['status']}" for r in self.rows if self.runs and r['status'] != 'ok')
+    errors = {r.recipe.get('name').removeprefix(f'{self.ladder.name}-'): f' ({r.error})' for r in self.runs if r.error}
+    for r in self.rows if self.runs else ():
+        if r['status'] != 'ok': yield f"{r['rung']}: {r['status']}{errors.get(r['rung'], '')}"
     left = [o.name for o in self.ladder.rungs if o.name not in [r['rung'] for r in self.rows]]
     yield from (f'{o}: not run: {why}' for o,why in self.refused.items())
     left = [o for o in left if o not in self.refused]
