@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,12 +21,14 @@ import pytest
 import torch
 import fastai.callback.progress  # adds no_bar
 from fastai.data.block import CategoryBlock, DataBlock
-from fastai.data.core import DataLoaders, Datasets
+from fastai.callback.data import PartialDL, WeightedDL
+from fastai.data.core import DataLoaders, Datasets, TfmdDL
+from fastai.data.load import fa_collate
 from fastai.data.transforms import Categorize, FuncSplitter, Normalize, ToTensor, get_image_files, parent_label
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import TensorText
-from fastai.torch_core import TensorImage, set_seed
+from fastai.torch_core import TensorCategory, TensorImage, set_seed
 from fastai.vision.augment import FlipItem, RandomResizedCrop, Resize
 from fastai.vision.core import PILImage, PILImageBW, imagenet_stats
 from fastai.vision.data import ImageBlock, MaskBlock
@@ -45,6 +48,7 @@ from fastbench.draw.fast import fast_images
 from fastbench.draw.kept import FORMAT, clear_caches, kept_caches, read_about
 from fastbench.draw.memory import RecycledMemory
 from fastbench.draw.pool import StuckWorker
+from fastbench.draw.seeded import SeededDL
 from fastbench.draw.store import PartWriter, as_bytes, encoded, from_bytes
 from fastbench.draw.whole import batch_crop
 from fastbench.draw.workers import auto_workers
@@ -759,3 +763,54 @@ def test_loaders_of_pytorch_are_refused_in_one_line(whole):
     for given in (dl, DataLoaders(dl, dl)):
         with pytest.raises(UserError, match='cached takes loaders of fastai, and this is a torch.utils.data.dataloader.DataLoader') as e: cached(given, whole=whole)
         assert '\n' not in str(e.value)
+
+
+# Loaders that sample or batch in a way of their own
+
+def sevens(items): return [(x, TensorCategory(torch.tensor(7))) for x, _ in items]
+def fives(items): x, y = fa_collate(items); return x, y*0+5
+def first_item(i): return (torch.zeros(3, 32, 32), TensorCategory(torch.tensor(0)))
+
+
+class Odd(TfmdDL):
+    "The odd items alone, by a name that only it has"
+    def __init__(self, dataset=None, which=0, **kwargs): super().__init__(dataset, **kwargs); self.which = which
+    def get_idxs(self): return [i for i in super().get_idxs() if i % 2 == self.which]
+
+
+OWN_DLS = dict(weighted=lambda dl: WeightedDL(dl.dataset, bs=8, shuffle=True, wgts=np.arange(32) == 3, num_workers=0, after_item=dl.after_item, after_batch=dl.after_batch),
+               partial=lambda dl: PartialDL(dl.dataset, bs=8, shuffle=True, partial_n=16, num_workers=0, after_item=dl.after_item, after_batch=dl.after_batch),
+               own_class=lambda dl: dl.new(cls=partial(Odd, which=1)), before_batch=lambda dl: dl.new(before_batch=[sevens]), create_batch=lambda dl: dl.new(create_batch=fives),
+               n=lambda dl: dl.new(n=16), get_idxs=lambda dl: dl.new(get_idxs=lambda: list(range(0, 32, 2))))
+
+
+@pytest.mark.parametrize('kind', OWN_DLS)
+def test_a_cache_keeps_how_a_loader_samples_and_batches(pets, tmp_path, kind):
+    dl = OWN_DLS[kind](make(pets).train)
+    got = cached(dl, tmp_path/'c', workers=0)
+    assert type(got) is type(dl) and len(got) == len(dl)
+    equal(epochs(dl), epochs(got))
+
+
+@pytest.mark.parametrize('kind', OWN_DLS)
+def test_whole_batches_keep_it_or_say_that_they_cannot(pets, tmp_path, kind):
+    dl = OWN_DLS[kind](make(pets).train)
+    if kind in ('n', 'get_idxs'):
+        got = cached(dl, tmp_path/'c', workers=0, whole=True)
+        assert [y.tolist() for _, y in epochs(dl)] == [y.tolist() for _, y in epochs(got)]
+        return
+    with pytest.raises(UserError, match='whole=True makes batches in a way of its own, and .*whole=False') as e: cached(dl, tmp_path/'c', workers=0, whole=True)
+    assert '\n' not in str(e.value) and not (tmp_path/'c').exists()
+
+
+def test_a_loader_that_makes_its_items_itself_is_refused(pets, tmp_path):
+    dl = make(pets, Resize(32, 'squish')).train.new(create_item=first_item)
+    with pytest.raises(UserError, match='a create_item of its own') as e: cached(dl, tmp_path/'c', workers=0)
+    assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('kind', ['watched', 'threads', 'seeded'])
+def test_whole_batches_from_loaders_of_fastbench(pets, tmp_path, kind):
+    dls = make(pets)
+    dl = dict(watched=lambda: auto_workers(dls, counts=[0], batches=1).train, threads=lambda: fast_images(dls, threads=1).train, seeded=lambda: dls.train.new(cls=SeededDL))[kind]()
+    assert [x.shape[0] for x, _ in cached(dl, tmp_path/'c', workers=0, whole=True)] == [8]*4

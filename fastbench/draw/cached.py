@@ -19,12 +19,16 @@ from PIL import Image
 
 from .. import __version__
 from .build import Items, open_store
+from .cut import CannotPlan
 from .describe import describe, fingerprint, fingerprint_items
-from .fast import no_items
+from .fast import _check_plain, no_items
 from .items import CachedItems
 from .kept import FORMAT, caches_dir
+from .loader import PoolDL
+from .seeded import SeededDL
 from .store import PARTS, Encoded, check_encoder, encoded
 from .whole import CachedDL, _check_whole, _in_place, batch_crop
+from .workers import WatchedDL, WatchedPoolDL, WatchedSeededDL
 from ..errors import UserError, unknown
 
 # %% ../../nbs/draw/26_cached.ipynb #e91278cd
@@ -148,6 +152,33 @@ class CachedLoaders(DataLoaders):
         return self.source.test_dl(test_items, **kwargs)
     def new_empty(self): return self.source.new_empty()
 
+# %% ../../nbs/draw/26_cached.ipynb #cchown02
+_KINDS = TfmdDL, SeededDL, PoolDL, WatchedDL, WatchedSeededDL, WatchedPoolDL
+
+def _check_items(dl, fs):
+    "Fail if item transforms that a cache does once belong to a loader that makes its items in a way of its own"
+    known = {o: {getattr(k, o) for k in _KINDS} for o in ('create_item', 'do_item', 'create_batches')}
+    own = next((o for o in known if getattr(getattr(dl, o), '__func__', None) not in known[o]), None)
+    if fs and own:
+        raise UserError(f'cached does what is before the loader, and this {type(dl).__name__} has a {own} of its own: '
+                        'leave it as it is')
+
+def _check_batches(dl):
+    try: _check_plain(dl, _KINDS)
+    except CannotPlan as e:
+        raise UserError(f'whole=True makes batches in a way of its own, and {e}: let items be made one by one '
+                        '(whole=False)') from e
+
+def _same_loader(dl, data, fs):
+    "The loader of other items, with all that it was given"
+    res = dl.new(data, after_item=fs, n=dl.n)
+    passing = 'dataset', 'fake_l', 'rng', 'it', 'after_item', 'before_batch', 'after_batch'
+    if type(dl).new is TfmdDL.new: # which knows nothing of what another class was given
+        for k,v in vars(dl).items():
+            if k not in passing and not k.startswith('_'): setattr(res, k, v)
+    res.rng.setstate(dl.rng.getstate())
+    return res
+
 # %% ../../nbs/draw/26_cached.ipynb #44c0783f
 def cached_loader(dl, # A loader of fastai
                   whole=False, # Cut and mirror whole batches, by other draws of the same distribution
@@ -159,18 +190,17 @@ def cached_loader(dl, # A loader of fastai
     if not isinstance(dl, TfmdDL):
         raise UserError(f'cached takes loaders of fastai, and this is a {type(dl).__module__}.{type(dl).__name__}: '
                         'give it the data set instead, cached(dl.dataset), and make the loader of that')
+    if whole: _check_batches(dl)
     fs,rest = before_chance(dl.after_item.fs)
     if whole and all(type(f) is ToTensor or draws(f) for f in fs+rest) and rest: fs,rest = [],fs+rest
+    if not whole: _check_items(dl, fs)
     crop = batch_crop(rest) if whole else None
     data = cached_items(dl.dataset, fs, **kwargs)
-    if not whole:
-        res = dl.new(data, after_item=rest)
-        res.rng.setstate(dl.rng.getstate())
-        return res
+    if not whole: return _same_loader(dl, data, rest)
     _check_whole(data.store, crop)
-    same = dict(bs=dl.bs, shuffle=dl.shuffle, drop_last=dl.drop_last, num_workers=0, device=dl.device)
-    return CachedDL(data, crop, dl, channels_last, threads, after_item=rest, after_batch=_in_place(dl.after_batch.fs),
-                    **same)
+    return TfmdDL.new(dl, data, CachedDL, crop=crop, source=dl, channels_last=channels_last, threads=threads, n=dl.n,
+                      num_workers=0, pin_memory=False, timeout=0, after_item=rest,
+                      after_batch=_in_place(dl.after_batch.fs))
 
 # %% ../../nbs/draw/26_cached.ipynb #2bbe00f1
 def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set

@@ -25,11 +25,9 @@ from ..rules import check_whole
 # What a loader may be given in the place of its own method, and threads would not call
 _OWN = 'create_batches', 'create_item', 'create_batch', 'do_batch', 'retain'
 
-def _check_loader(dl):
-    if isinstance(dl, PoolDL): return
-    if isinstance(dl, DrawsInThreads):
-        raise CannotPlan(f'its loader is a {type(dl).__name__}, which has threads of its own: cached(..., threads=2)')
-    if type(dl) not in (TfmdDL, SeededDL):
+def _check_plain(dl, kinds):
+    "Fail if a loader is of no known kind, or was given a way of its own to make batches"
+    if type(dl) not in kinds:
         raise CannotPlan(f'its loader is a {type(dl).__name__}, which makes its batches in a way of its own')
     own = [o for o in _OWN if not isinstance(getattr(dl, o), MethodType)]
     if own: raise CannotPlan(f'its loader was given a {own[0]} of its own')
@@ -37,6 +35,12 @@ def _check_loader(dl):
         raise CannotPlan(f'{dl.before_batch.fs[0].name} has to see the items before they are put into a batch')
     if dl.bs is None or not dl.indexed:
         raise CannotPlan('its items come one after another, not by number, or in no batches')
+
+def _check_loader(dl):
+    if isinstance(dl, PoolDL): return
+    if isinstance(dl, DrawsInThreads):
+        raise CannotPlan(f'its loader is a {type(dl).__name__}, which has threads of its own: cached(..., threads=2)')
+    _check_plain(dl, (TfmdDL, SeededDL))
 
 # %% ../../nbs/draw/08_fast.ipynb #332e0748
 def why_not_fast(dl # A loader of fastai
