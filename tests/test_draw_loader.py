@@ -12,11 +12,13 @@ import pytest
 import torch
 from fastai.callback.core import CancelFitException, Callback
 from fastai.data.all import (CategoryBlock, ColReader, DataBlock, DataLoaders, Datasets, MultiCategoryBlock, Normalize, RandomSplitter, RegressionBlock, ToTensor,
-                             get_image_files, parent_label)
+                             IntToFloatTensor, get_image_files, parent_label)
 from fastai.callback.data import WeightedDL
 from fastai.data.core import TfmdDL
 from fastai.data.transforms import Categorize, MultiCategorize, RegressionSetup
+from fastai.interpret import Interpretation
 from fastai.learner import Learner
+from fastai.losses import CrossEntropyLossFlat
 from fastai.torch_core import TensorCategory, TensorImage, TensorImageBW, set_seed
 from fastai.vision.all import (CropPad, FlipItem, ImageBlock, ImageDataLoaders, MaskBlock, PILImage, PILImageBW, PointBlock, RandomCrop, RandomResizedCrop, Resize, ResizeMethod,
                                imagenet_stats)
@@ -31,6 +33,7 @@ from fastbench.draw.fast import fast_images, why_not_fast
 from fastbench.draw.loader import ImageItems, PoolDL
 from fastbench.draw.pool import StuckWorker, Threads, in_threads
 from fastbench.draw.seeded import SeededDL
+from fastbench.draw.workers import auto_workers
 from fastbench.errors import UserError
 from test_decode import photo, saved
 
@@ -348,6 +351,26 @@ def test_left_out_where_that_was_asked_for(folder, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter('error')  # told once
         list(dl)
+
+
+def test_where_each_image_has_its_row_none_is_left_out(folder, tmp_path):
+    path, bad = spoiled(folder, tmp_path, 2)
+    files = sorted(get_image_files(path))
+    dsets = Datasets(files, [[PILImage.create], [parent_label, Categorize]], splits=[[i for i, o in enumerate(files) if o not in bad and i % 5], [i for i, o in enumerate(files) if o in bad or not i % 5]])
+    dls = fast_images(dsets.dataloaders(bs=5, after_item=[Resize(32), ToTensor()], after_batch=[IntToFloatTensor()], num_workers=0, device='cpu'), threads=2, skip_bad=True)
+    learn = Learner(dls, torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 3)), loss_func=CrossEntropyLossFlat())
+    good = [o for o in files[:6] if o not in bad]
+    with learn.no_bar(), learn.no_logging(), warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        learn.fit(1)
+        learn.validate()
+        assert sorted(dls.valid.skipped) == [str(o) for o in bad]
+        for f in (learn.get_preds, learn.tta, lambda: learn.predict(bad[0]), lambda: Interpretation.from_learner(learn).top_losses(2),
+                  lambda: learn.get_preds(dl=dls.valid), lambda: learn.get_preds(dl=dls.test_dl([*good, bad[0]])), lambda: learn.get_preds(dl=dls.test_dl([*good, bad[0]]), reorder=False)):
+            with pytest.raises(CorruptImage) as e: f()
+            assert str(bad[0]) in one_line(e)
+        assert len(learn.get_preds(dl=dls.test_dl(good))[0]) == len(good)
+    assert auto_workers(dls, counts=[1], batches=1).valid.skip_bad
 
 
 def test_an_error_of_a_target_is_its_own(folder):

@@ -80,7 +80,7 @@ def fast_images(dls:DataLoaders, # Of images: from a DataBlock, `ImageDataLoader
                 exact=False, # Pillow's pixels, as before; otherwise the same picture, halved while it is decoded
                 prefetch=None, # Batches made while one is used; None: as before, 2 where nothing was said
                 item_timeout=8., # Seconds after which an item counts as hung and is named; 0: never
-                skip_bad=False, # Leave out images that cannot be read, count and list them
+                skip_bad=False, # Leave out unreadable images, and list them; for `get_preds` or `test_dl` they are errors
                 processes=0, # That hold the threads, each with a Python of its own; 0: the training's process
     )->DataLoaders: # Of the same class, with `fast`: who decodes, and why
     "Make `DataLoaders` with the same items, order, crops and batch transforms, run by threads"

@@ -140,7 +140,7 @@ class PoolDL(DrawsInThreads, SeededDL):
                  decoder='auto', # Who decodes; auto: the fastest that is installed
                  exact=False, # Pillow's pixels at full size, resized by Pillow
                  item_timeout=8., # Seconds after which an item counts as hung; 0: never
-                 skip_bad=False, # Leave out images that cannot be read, count and list them in `skipped`
+                 skip_bad=False, # Leave out images that cannot be read, and list them in `skipped`; not in `test_dl`
                  seed=None, # Of order and augmentation; None: fastai's order
                  num_workers=0, # Processes that hold the threads; 0: this one
                  **kwargs):
@@ -156,6 +156,8 @@ class PoolDL(DrawsInThreads, SeededDL):
 
     def new(self, dataset=None, cls=None, **kwargs):
         mine = {k: getattr(self, k) for k in ('threads', 'decoder', 'exact', 'item_timeout', 'skip_bad')}
+        # of new data, in order or in a given one, as for `get_preds` and `predict`: each image has its row
+        if dataset is not None or 'get_idxs' in kwargs or kwargs.get('shuffle') is False: mine['skip_bad'] = False
         return super().new(dataset, cls, **merge(mine, kwargs))
 
     def draw_key(self):
