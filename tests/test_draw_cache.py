@@ -24,14 +24,14 @@ from fastai.data.block import CategoryBlock, DataBlock
 from fastai.callback.data import PartialDL, WeightedDL
 from fastai.data.core import DataLoaders, Datasets, TfmdDL
 from fastai.data.load import fa_collate
-from fastai.data.transforms import Categorize, FuncSplitter, Normalize, ToTensor, get_image_files, parent_label
+from fastai.data.transforms import Categorize, FuncSplitter, Normalize, RegexLabeller, ToTensor, get_image_files, parent_label
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import TensorText
 from fastai.torch_core import TensorCategory, TensorImage, set_seed
 from fastai.vision.augment import FlipItem, RandomResizedCrop, Resize
 from fastai.vision.core import PILImage, PILImageBW, imagenet_stats
-from fastai.vision.data import ImageBlock, MaskBlock
+from fastai.vision.data import ImageBlock, ImageDataLoaders, MaskBlock
 from fasttransform import Transform
 from PIL import Image
 from scipy.stats import ks_2samp
@@ -506,6 +506,19 @@ def test_things_that_code_refers_to_can_be_told():
     assert fingerprint(describe(Transform(f))) == fingerprint(describe(Transform(f)))
 
 
+def test_patterns_and_methods_of_plain_values_can_be_told():
+    "As `from_path_re` has them, and `get_y=labels.get`"
+    def of(*os): return [fingerprint(describe(o)) for o in os]
+    a, b, c, same = of(*(RegexLabeller(re.compile(*o)) for o in ((r'(.*)_', ), (r'(.+)_', ), (r'(.*)_', re.I), (r'(.*)_', ))))
+    assert a == same and len({a, b, c}) == 3
+    for x, y in ((re.compile('a').search, re.compile('b').search), ({'a': 1}.get, {'a': 2}.get), ('a'.__add__, 'b'.__add__)): assert len(set(of(x, y))) == 2
+
+
+def test_loaders_that_label_by_a_pattern(pets, tmp_path):
+    dls = ImageDataLoaders.from_path_re(pets, sorted_files(pets), r'/([ab])/', item_tfms=Resize(32), bs=8, num_workers=0, device='cpu', seed=1)
+    equal(epochs(dls.train), epochs(cached(dls, tmp_path/'c', workers=0).train))
+
+
 def test_a_package_counts_by_its_version_wherever_pip_has_put_it(tmp_path, monkeypatch):
     "`pip install --target`: its code may hold what cannot be told, such as a lock; own code beside it counts by its source"
     (tmp_path/'far_away').mkdir()
@@ -799,7 +812,7 @@ def test_whole_batches_keep_it_or_say_that_they_cannot(pets, tmp_path, kind):
         got = cached(dl, tmp_path/'c', workers=0, whole=True)
         assert [y.tolist() for _, y in epochs(dl)] == [y.tolist() for _, y in epochs(got)]
         return
-    with pytest.raises(UserError, match='whole=True makes batches in a way of its own, and .*whole=False') as e: cached(dl, tmp_path/'c', workers=0, whole=True)
+    with pytest.raises(UserError, match='whole=True cannot make these batches: .*whole=False') as e: cached(dl, tmp_path/'c', workers=0, whole=True)
     assert '\n' not in str(e.value) and not (tmp_path/'c').exists()
 
 

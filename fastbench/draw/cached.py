@@ -166,8 +166,7 @@ def _check_items(dl, fs):
 def _check_batches(dl):
     try: _check_plain(dl, _KINDS)
     except CannotPlan as e:
-        raise UserError(f'whole=True makes batches in a way of its own, and {e}: let items be made one by one '
-                        '(whole=False)') from e
+        raise UserError(f'whole=True cannot make these batches: {e}. Let items be made one by one (whole=False)') from e
 
 def _same_loader(dl, data, fs):
     "The loader of other items, with all that it was given"
