@@ -5039,6 +5039,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastbench/train/batch_size.py'),
                                             'fastbench.train.batch_size._n_items': ( 'train/batch_size.html#_n_items',
                                                                                      'fastbench/train/batch_size.py'),
+                                            'fastbench.train.batch_size._n_rows': ( 'train/batch_size.html#_n_rows',
+                                                                                    'fastbench/train/batch_size.py'),
                                             'fastbench.train.batch_size._raw': ( 'train/batch_size.html#_raw',
                                                                                  'fastbench/train/batch_size.py'),
                                             'fastbench.train.batch_size._result': ( 'train/batch_size.html#_result',
