@@ -827,3 +827,55 @@ def test_whole_batches_from_loaders_of_fastbench(pets, tmp_path, kind):
     dls = make(pets)
     dl = dict(watched=lambda: auto_workers(dls, counts=[0], batches=1).train, threads=lambda: fast_images(dls, threads=1).train, seeded=lambda: dls.train.new(cls=SeededDL))[kind]()
     assert [x.shape[0] for x, _ in cached(dl, tmp_path/'c', workers=0, whole=True)] == [8]*4
+
+
+# Mistakes
+
+def one_line(f, match):
+    with pytest.raises(UserError, match=match) as e: f()
+    assert '\n' not in str(e.value) and ' at 0x' not in str(e.value)
+
+
+@pytest.mark.parametrize('kwargs,match', [
+    (dict(workers=-1), 'workers=-1 cannot be: a whole number, 0 or more'), (dict(workers='x'), "workers='x' cannot be"), (dict(size=0), 'size=0 cannot be: a whole number, 1 or more'),
+    (dict(size='x'), "size='x' cannot be"), (dict(size=48.5), 'size=48.5 cannot be'), (dict(whole=True, threads=-1), 'threads=-1 cannot be'),
+    (dict(where='/proc/x'), 'caches cannot be kept in /proc/x: .*where='), (dict(where=3), 'where=3')], ids=str)
+def test_an_argument_that_cannot_be_is_named(pets, tmp_path, kwargs, match):
+    one_line(lambda: cached(make(pets), **dict(where=tmp_path/'c', workers=0) | kwargs), match)
+    assert not (tmp_path/'c').exists()
+
+
+def test_a_file_where_caches_should_be(pets, tmp_path):
+    (tmp_path/'file').touch()
+    for where in (tmp_path/'file', tmp_path/'file'/'x'): one_line(lambda: cached(make(pets), where, workers=0), f'caches cannot be kept in {where}: ')
+
+
+def test_what_is_nothing_to_cache(pets, tmp_path):
+    dls = make(pets)
+    one_line(lambda: cached(Learner(dls, nn.Linear(1, 1), loss_func=CrossEntropyLossFlat())), r'learn.dls = cached\(learn.dls\)')
+    for o in ('pictures', 7): one_line(lambda: cached(o, tmp_path/'c'), 'cached takes DataLoaders, a loader or a data set, not')
+
+
+@pytest.mark.parametrize('again', [False, True])
+@pytest.mark.parametrize('whole', [False, True])
+def test_a_cache_is_not_cached(pets, tmp_path, whole, again):
+    once = cached(make(pets), tmp_path/'c', workers=0, whole=whole)
+    for o in (once, once.train): one_line(lambda: cached(o, tmp_path/'c', whole=again), 'come from a cache already: .*source')
+    if not whole: one_line(lambda: cached(fast_images(once, threads=1), tmp_path/'c', whole=again), 'come from a cache already')
+    one_line(lambda: cached(once.train.dataset, tmp_path/'c'), 'come from a cache already')
+
+
+@pytest.mark.parametrize('whole', [False, True])
+def test_rows_of_a_table_are_not_cached(tmp_path, whole):
+    import pandas as pd
+    from fastai.tabular.all import Categorify, TabularDataLoaders
+    df = pd.DataFrame(dict(c=list('xyzx')*5, y=list('uv')*10))
+    dls = TabularDataLoaders.from_df(df, procs=[Categorify], cat_names=['c'], y_names='y', bs=4, num_workers=0, valid_idx=[0, 1, 2, 3])
+    one_line(lambda: cached(dls, tmp_path/'c', whole=whole), 'rows of a table')
+
+
+def test_images_of_a_table_are_cached(pets, tmp_path):
+    import pandas as pd
+    df = pd.DataFrame(dict(name=[str(o.relative_to(pets)) for o in sorted_files(pets)], label=[o.parent.name for o in sorted_files(pets)]))
+    dls = ImageDataLoaders.from_df(df, pets, item_tfms=Resize(32), bs=4, num_workers=0, device='cpu', seed=1)
+    equal(epochs(dls.train), epochs(cached(dls, tmp_path/'c', workers=0).train))

@@ -593,6 +593,25 @@ def test_learner(folder, monkeypatch):
     with pytest.raises(UserError, match="did you mean 'simplejpeg'"): learn.fast_images(decoder='simplejpg')
 
 
+@pytest.mark.parametrize('kwargs', [dict(prefetch=-1), dict(prefetch='x'), dict(prefetch=0, processes=1), dict(item_timeout='x'), dict(item_timeout=-1), dict(item_timeout=float('nan'))], ids=str)
+def test_an_argument_that_cannot_be_is_named(folder, kwargs):
+    name, v = next(iter(kwargs.items()))
+    with pytest.raises(UserError, match=f'{name}={v!r} cannot be: ') as e: fast_images(loaders(folder), **kwargs)
+    assert one_line(e)
+
+
+def test_what_is_no_dataloaders_is_named(folder):
+    dls = loaders(folder)
+    for o, match in ((Learner(dls, torch.nn.Linear(1, 1), loss_func=CrossEntropyLossFlat()), r'learn.fast_images\(\)'), (dls.train, 'a TfmdDL.*DataLoaders'), (str(folder), 'a str')):
+        with pytest.raises(UserError, match=match) as e: fast_images(o)
+        assert one_line(e)
+
+
+def test_the_method_takes_what_the_function_takes(folder):
+    learn = Learner(loaders(folder), torch.nn.Linear(1, 1), loss_func=CrossEntropyLossFlat()).fast_images(3, 'pillow')
+    assert (learn.dls.train.threads, learn.dls.train.decoder) == (3, 'pillow')
+
+
 def test_targets_that_are_transforms_of_their_own(folder):
     class Twice(Transform):
         def encodes(self, o): return o*2

@@ -19,7 +19,7 @@ from .loader import PoolDL, image_parts
 from .pool import DrawsInThreads
 from .seeded import SeededDL
 from .workers import WatchedPoolDL, with_loaders
-from ..rules import check_whole
+from ..rules import check_real, check_whole
 
 # %% ../../nbs/draw/08_fast.ipynb #3c30acac
 # What a loader may be given in the place of its own method, and threads would not call
@@ -69,6 +69,13 @@ def _fast_loader(dl, which, prefetch, processes, **kwargs):
     res.rng.setstate(dl.rng.getstate())
     return res
 
+def _check_loaders(dls):
+    if isinstance(dls, Learner): raise UserError('fast_images takes DataLoaders; for a Learner: learn.fast_images()')
+    if not isinstance(dls, DataLoaders):
+        raise UserError(f'fast_images takes DataLoaders, and this is a {type(dls).__name__}: give it the DataLoaders '
+                        'that hold the training and the validation set')
+    if not len(dls.train.dataset): raise no_items(dls.path)
+
 _names = 'training','validation','third','fourth'
 
 def _name(i): return _names[i] if i < len(_names) else f'{i+1}th'
@@ -84,8 +91,10 @@ def fast_images(dls:DataLoaders, # Of images: from a DataBlock, `ImageDataLoader
                 processes=0, # That hold the threads, each with a Python of its own; 0: the training's process
     )->DataLoaders: # Of the same class, with `fast`: who decodes, and why
     "Make `DataLoaders` with the same items, order, crops and batch transforms, run by threads"
-    if not len(dls.train.dataset): raise no_items(dls.path)
+    _check_loaders(dls)
     check_whole(0, processes=processes)
+    check_real(0, item_timeout=item_timeout)
+    if prefetch is not None: check_whole(int(processes > 0), prefetch=prefetch)
     if processes and skip_bad:
         raise UserError('skip_bad=True lists what it left out in the process of the training: leave processes out')
     choice = choose_decoder(decoder, exact, shared=not processes)
@@ -100,8 +109,9 @@ def fast_images(dls:DataLoaders, # Of images: from a DataBlock, `ImageDataLoader
 
 # %% ../../nbs/draw/08_fast.ipynb #af899397
 @patch
-def fast_images(self:Learner, **kwargs # As for `fast_images`
+def fast_images(self:Learner, *args, # As for `fast_images`, from `threads` on
+                **kwargs # Likewise
     )->Learner: # Itself, with other `dls`
     "Load this Learner's images with threads: the same items, order and crops"
-    self.dls = fast_images(self.dls, **kwargs)
+    self.dls = fast_images(self.dls, *args, **kwargs)
     return self
