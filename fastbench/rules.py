@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['one_of', 'text', 'yes_no', 'is_number', 'whole', 'real', 'either', 'optional', 'points', 'switch', 'source',
-           'held_out', 'setting', 'check_setting', 'check_whole']
+           'held_out', 'setting', 'check_setting', 'check_whole', 'check_real']
 
 # %% ../nbs/01_rules.ipynb #53f66a5b
 import os
@@ -124,7 +124,16 @@ def check_whole(lo:int, # The smallest
                 **values # Arguments, by their names
     ):
     "Raise a `UserError` for an argument that is no whole number, or too small"
-    check,allowed = whole(lo)
+    _check_each(whole(lo), values)
+
+def check_real(lo:float, # The smallest
+               **values # Arguments, by their names
+    ):
+    "Raise a `UserError` for an argument that is no number, or too small"
+    _check_each(real(lo), values)
+
+def _check_each(rule, values):
+    check,allowed = rule
     for k,v in values.items():
         try: check(v)
-        except TypeError: raise UserError(f'{k}={v!r} cannot be: {allowed}') from None
+        except (TypeError, OverflowError): raise UserError(f'{k}={v!r} cannot be: {allowed}') from None

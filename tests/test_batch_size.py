@@ -247,3 +247,23 @@ def test_one_try_that_fails_foretells_nothing_of_a_smaller_batch():
     assert not room.hopeless(8) and room.hopeless(32)
     room.seen.append((8, 13*10**8))
     assert room.hopeless(5) and not room.hopeless(4)
+
+
+def test_rows_of_a_table():
+    "Which become tensors by a batch transform"
+    import pandas as pd
+    from fastai.tabular.all import Categorify, Normalize, TabularDataLoaders, tabular_learner
+    df = pd.DataFrame(dict(a=np.arange(200.), c=list('xyzx')*50, y=list('uv')*100))
+    dls = TabularDataLoaders.from_df(df, procs=[Categorify, Normalize], cat_names=['c'], cont_names=['a'], y_names='y', bs=16, num_workers=0, valid_idx=list(range(40)))
+    learn, seen = tabular_learner(dls, layers=[20, 10], n_out=2), []
+    learn.model.register_forward_pre_hook(lambda m, x: seen.append(len(x[0])))
+    assert learn.find_batch_size(max=100) == 100 and set(seen) == {16, 32, 64, 100}
+    assert learn.find_batch_size() == len(dls.train_ds)
+
+
+def test_batches_without_tensors_are_named():
+    class Word(nn.Module):
+        def __init__(self): super().__init__(); self.lin = nn.Linear(1, 1)
+    dl = DataLoader(list('abcd'), bs=2, create_batch=''.join)
+    with pytest.raises(UserError, match='find_batch_size: a batch is a str, which holds no tensor') as e: Learner(DataLoaders(dl, dl), Word(), loss_func=nn.MSELoss()).find_batch_size()
+    assert '\n' not in str(e.value)

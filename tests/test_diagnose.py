@@ -3,16 +3,22 @@ import json
 import random
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 from fastai.callback.core import Callback
-from fastai.data.core import DataLoaders
+from fastai.callback.data import WeightedDL
+from fastai.data.core import DataLoaders, Datasets, TfmdDL
 from fastai.data.load import DataLoader
+from fastai.data.transforms import IntToFloatTensor, ToTensor
 from fastai.learner import Learner
+from fastai.vision.augment import Resize
+from fastai.vision.core import PILImage
+from PIL import Image
 from torch import nn
 
 from fastbench.draw import diagnose  # adds Learner.diagnose_input
-from fastbench.draw.diagnose import Remedy, beside, fits_in_memory, remedies, stall_rows
+from fastbench.draw.diagnose import InputDiagnosis, Remedies, Remedy, Stalls, Stations, beside, fits_in_memory, remedies, stall_rows
 from fastbench.draw.pace import Metronome, Pace, files_of, forget_files, host_loader, loader_pace, same_order, together
 from fastbench.errors import UserError
 
@@ -142,3 +148,35 @@ def test_files_are_found_among_the_items(tmp_path):
         items = [paths[0], str(paths[1]), (paths[2], 1), tmp_path/'gone', 3]
     assert files_of(DataLoader(Files(), bs=1)) == [paths[0], str(paths[1]), paths[2]]
     assert fits_in_memory(paths) and fits_in_memory([]) and not forget_files([])
+
+
+# The verdict
+
+def test_the_slowest_station_is_named_whatever_it_works_on():
+    rows = stall_rows(dict(compute=Pace(.01, 0, 1), batch=Pace(.02, 0, 1), items=Pace(.03, 0, 1)))
+    made = [dict(where='item', station='Resize', item=.001, each=.01, share=.1), dict(where='batch', station='Flip', item=None, each=.05, share=.5)]
+    assert 'the slowest station is Flip, 50% of a batch' in InputDiagnosis(Stalls(rows), Stations(made), Remedies([])).verdict
+
+
+def test_parts_of_what_waits_are_no_more_than_the_whole():
+    "A step with the loader may seem faster, by chance, than one with less to do"
+    rows = stall_rows(dict(compute=Pace(.048, 0, 1), batch=Pace(.1, 0, 1), items=Pace(.098, 0, 1)))
+    d = InputDiagnosis(Stalls(rows), Stations([]), Remedies([]))
+    assert d.waits == pytest.approx(.52) and '52% of a step waits for its input (transforming batches 52%)' in d.verdict
+
+
+@pytest.mark.parametrize('whole', [True, False])
+def test_a_cache_is_named_as_it_was_tried(monkeypatch, tmp_path, whole):
+    "Whole batches would lose what a WeightedDL samples"
+    for i in range(20): Image.fromarray(np.full((20, 20, 3), i, 'uint8')).save(tmp_path/f'{i}.png')
+    dsets = Datasets(sorted(tmp_path.glob('*.png')), [[PILImage.create], [lone_label]], splits=[range(20), range(2)])
+    cls = TfmdDL if whole else WeightedDL
+    dls = dsets.dataloaders(dl_type=cls, bs=2, after_item=[Resize(8), ToTensor()], after_batch=[IntToFloatTensor()], num_workers=0, device='cpu')
+    monkeypatch.setattr(diagnose, 'remedies', [o for o in remedies if 'cached' in o.line])
+    learn = Learner(dls, nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), loss_func=nn.CrossEntropyLoss())
+    row = next(r for r in learn.diagnose_input(1).remedies.rows if 'cached' in r['line'])
+    assert row['step'] and (row['line'], row['changes']) == (('learn.dls = cached(learn.dls, whole=True)', ['cache=whole', 'cache=array loader=whole']) if whole
+                                                             else ('learn.dls = cached(learn.dls)', ['cache=items', 'cache=array']))
+
+
+def lone_label(o): return int(o.stem) % 2

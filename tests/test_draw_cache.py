@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,15 +21,17 @@ import pytest
 import torch
 import fastai.callback.progress  # adds no_bar
 from fastai.data.block import CategoryBlock, DataBlock
-from fastai.data.core import DataLoaders, Datasets
-from fastai.data.transforms import Categorize, FuncSplitter, Normalize, ToTensor, get_image_files, parent_label
+from fastai.callback.data import PartialDL, WeightedDL
+from fastai.data.core import DataLoaders, Datasets, TfmdDL
+from fastai.data.load import fa_collate
+from fastai.data.transforms import Categorize, FuncSplitter, Normalize, RegexLabeller, ToTensor, get_image_files, parent_label
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import TensorText
-from fastai.torch_core import TensorImage, set_seed
+from fastai.torch_core import TensorCategory, TensorImage, set_seed
 from fastai.vision.augment import FlipItem, RandomResizedCrop, Resize
 from fastai.vision.core import PILImage, PILImageBW, imagenet_stats
-from fastai.vision.data import ImageBlock, MaskBlock
+from fastai.vision.data import ImageBlock, ImageDataLoaders, MaskBlock
 from fasttransform import Transform
 from PIL import Image
 from scipy.stats import ks_2samp
@@ -45,6 +48,7 @@ from fastbench.draw.fast import fast_images
 from fastbench.draw.kept import FORMAT, clear_caches, kept_caches, read_about
 from fastbench.draw.memory import RecycledMemory
 from fastbench.draw.pool import StuckWorker
+from fastbench.draw.seeded import SeededDL
 from fastbench.draw.store import PartWriter, as_bytes, encoded, from_bytes
 from fastbench.draw.whole import batch_crop
 from fastbench.draw.workers import auto_workers
@@ -502,6 +506,19 @@ def test_things_that_code_refers_to_can_be_told():
     assert fingerprint(describe(Transform(f))) == fingerprint(describe(Transform(f)))
 
 
+def test_patterns_and_methods_of_plain_values_can_be_told():
+    "As `from_path_re` has them, and `get_y=labels.get`"
+    def of(*os): return [fingerprint(describe(o)) for o in os]
+    a, b, c, same = of(*(RegexLabeller(re.compile(*o)) for o in ((r'(.*)_', ), (r'(.+)_', ), (r'(.*)_', re.I), (r'(.*)_', ))))
+    assert a == same and len({a, b, c}) == 3
+    for x, y in ((re.compile('a').search, re.compile('b').search), ({'a': 1}.get, {'a': 2}.get), ('a'.__add__, 'b'.__add__)): assert len(set(of(x, y))) == 2
+
+
+def test_loaders_that_label_by_a_pattern(pets, tmp_path):
+    dls = ImageDataLoaders.from_path_re(pets, sorted_files(pets), r'/([ab])/', item_tfms=Resize(32), bs=8, num_workers=0, device='cpu', seed=1)
+    equal(epochs(dls.train), epochs(cached(dls, tmp_path/'c', workers=0).train))
+
+
 def test_a_package_counts_by_its_version_wherever_pip_has_put_it(tmp_path, monkeypatch):
     "`pip install --target`: its code may hold what cannot be told, such as a lock; own code beside it counts by its source"
     (tmp_path/'far_away').mkdir()
@@ -759,3 +776,106 @@ def test_loaders_of_pytorch_are_refused_in_one_line(whole):
     for given in (dl, DataLoaders(dl, dl)):
         with pytest.raises(UserError, match='cached takes loaders of fastai, and this is a torch.utils.data.dataloader.DataLoader') as e: cached(given, whole=whole)
         assert '\n' not in str(e.value)
+
+
+# Loaders that sample or batch in a way of their own
+
+def sevens(items): return [(x, TensorCategory(torch.tensor(7))) for x, _ in items]
+def fives(items): x, y = fa_collate(items); return x, y*0+5
+def first_item(i): return (torch.zeros(3, 32, 32), TensorCategory(torch.tensor(0)))
+
+
+class Odd(TfmdDL):
+    "The odd items alone, by a name that only it has"
+    def __init__(self, dataset=None, which=0, **kwargs): super().__init__(dataset, **kwargs); self.which = which
+    def get_idxs(self): return [i for i in super().get_idxs() if i % 2 == self.which]
+
+
+OWN_DLS = dict(weighted=lambda dl: WeightedDL(dl.dataset, bs=8, shuffle=True, wgts=np.arange(32) == 3, num_workers=0, after_item=dl.after_item, after_batch=dl.after_batch),
+               partial=lambda dl: PartialDL(dl.dataset, bs=8, shuffle=True, partial_n=16, num_workers=0, after_item=dl.after_item, after_batch=dl.after_batch),
+               own_class=lambda dl: dl.new(cls=partial(Odd, which=1)), before_batch=lambda dl: dl.new(before_batch=[sevens]), create_batch=lambda dl: dl.new(create_batch=fives),
+               n=lambda dl: dl.new(n=16), get_idxs=lambda dl: dl.new(get_idxs=lambda: list(range(0, 32, 2))))
+
+
+@pytest.mark.parametrize('kind', OWN_DLS)
+def test_a_cache_keeps_how_a_loader_samples_and_batches(pets, tmp_path, kind):
+    dl = OWN_DLS[kind](make(pets).train)
+    got = cached(dl, tmp_path/'c', workers=0)
+    assert type(got) is type(dl) and len(got) == len(dl)
+    equal(epochs(dl), epochs(got))
+
+
+@pytest.mark.parametrize('kind', OWN_DLS)
+def test_whole_batches_keep_it_or_say_that_they_cannot(pets, tmp_path, kind):
+    dl = OWN_DLS[kind](make(pets).train)
+    if kind in ('n', 'get_idxs'):
+        got = cached(dl, tmp_path/'c', workers=0, whole=True)
+        assert [y.tolist() for _, y in epochs(dl)] == [y.tolist() for _, y in epochs(got)]
+        return
+    with pytest.raises(UserError, match='whole=True cannot make these batches: .*whole=False') as e: cached(dl, tmp_path/'c', workers=0, whole=True)
+    assert '\n' not in str(e.value) and not (tmp_path/'c').exists()
+
+
+def test_a_loader_that_makes_its_items_itself_is_refused(pets, tmp_path):
+    dl = make(pets, Resize(32, 'squish')).train.new(create_item=first_item)
+    with pytest.raises(UserError, match='a create_item of its own') as e: cached(dl, tmp_path/'c', workers=0)
+    assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('kind', ['watched', 'threads', 'seeded'])
+def test_whole_batches_from_loaders_of_fastbench(pets, tmp_path, kind):
+    dls = make(pets)
+    dl = dict(watched=lambda: auto_workers(dls, counts=[0], batches=1).train, threads=lambda: fast_images(dls, threads=1).train, seeded=lambda: dls.train.new(cls=SeededDL))[kind]()
+    assert [x.shape[0] for x, _ in cached(dl, tmp_path/'c', workers=0, whole=True)] == [8]*4
+
+
+# Mistakes
+
+def one_line(f, match):
+    with pytest.raises(UserError, match=match) as e: f()
+    assert '\n' not in str(e.value) and ' at 0x' not in str(e.value)
+
+
+@pytest.mark.parametrize('kwargs,match', [
+    (dict(workers=-1), 'workers=-1 cannot be: a whole number, 0 or more'), (dict(workers='x'), "workers='x' cannot be"), (dict(size=0), 'size=0 cannot be: a whole number, 1 or more'),
+    (dict(size='x'), "size='x' cannot be"), (dict(size=48.5), 'size=48.5 cannot be'), (dict(whole=True, threads=-1), 'threads=-1 cannot be'),
+    (dict(where='/proc/x'), 'caches cannot be kept in /proc/x: .*where='), (dict(where=3), 'where=3')], ids=str)
+def test_an_argument_that_cannot_be_is_named(pets, tmp_path, kwargs, match):
+    one_line(lambda: cached(make(pets), **dict(where=tmp_path/'c', workers=0) | kwargs), match)
+    assert not (tmp_path/'c').exists()
+
+
+def test_a_file_where_caches_should_be(pets, tmp_path):
+    (tmp_path/'file').touch()
+    for where in (tmp_path/'file', tmp_path/'file'/'x'): one_line(lambda: cached(make(pets), where, workers=0), f'caches cannot be kept in {where}: ')
+
+
+def test_what_is_nothing_to_cache(pets, tmp_path):
+    dls = make(pets)
+    one_line(lambda: cached(Learner(dls, nn.Linear(1, 1), loss_func=CrossEntropyLossFlat())), r'learn.dls = cached\(learn.dls\)')
+    for o in ('pictures', 7): one_line(lambda: cached(o, tmp_path/'c'), 'cached takes DataLoaders, a loader or a data set, not')
+
+
+@pytest.mark.parametrize('again', [False, True])
+@pytest.mark.parametrize('whole', [False, True])
+def test_a_cache_is_not_cached(pets, tmp_path, whole, again):
+    once = cached(make(pets), tmp_path/'c', workers=0, whole=whole)
+    for o in (once, once.train): one_line(lambda: cached(o, tmp_path/'c', whole=again), 'come from a cache already: .*source')
+    if not whole: one_line(lambda: cached(fast_images(once, threads=1), tmp_path/'c', whole=again), 'come from a cache already')
+    one_line(lambda: cached(once.train.dataset, tmp_path/'c'), 'come from a cache already')
+
+
+@pytest.mark.parametrize('whole', [False, True])
+def test_rows_of_a_table_are_not_cached(tmp_path, whole):
+    import pandas as pd
+    from fastai.tabular.all import Categorify, TabularDataLoaders
+    df = pd.DataFrame(dict(c=list('xyzx')*5, y=list('uv')*10))
+    dls = TabularDataLoaders.from_df(df, procs=[Categorify], cat_names=['c'], y_names='y', bs=4, num_workers=0, valid_idx=[0, 1, 2, 3])
+    one_line(lambda: cached(dls, tmp_path/'c', whole=whole), 'rows of a table')
+
+
+def test_images_of_a_table_are_cached(pets, tmp_path):
+    import pandas as pd
+    df = pd.DataFrame(dict(name=[str(o.relative_to(pets)) for o in sorted_files(pets)], label=[o.parent.name for o in sorted_files(pets)]))
+    dls = ImageDataLoaders.from_df(df, pets, item_tfms=Resize(32), bs=4, num_workers=0, device='cpu', seed=1)
+    equal(epochs(dls.train), epochs(cached(dls, tmp_path/'c', workers=0).train))

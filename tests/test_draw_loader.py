@@ -12,11 +12,13 @@ import pytest
 import torch
 from fastai.callback.core import CancelFitException, Callback
 from fastai.data.all import (CategoryBlock, ColReader, DataBlock, DataLoaders, Datasets, MultiCategoryBlock, Normalize, RandomSplitter, RegressionBlock, ToTensor,
-                             get_image_files, parent_label)
+                             IntToFloatTensor, get_image_files, parent_label)
 from fastai.callback.data import WeightedDL
 from fastai.data.core import TfmdDL
 from fastai.data.transforms import Categorize, MultiCategorize, RegressionSetup
+from fastai.interpret import Interpretation
 from fastai.learner import Learner
+from fastai.losses import CrossEntropyLossFlat
 from fastai.torch_core import TensorCategory, TensorImage, TensorImageBW, set_seed
 from fastai.vision.all import (CropPad, FlipItem, ImageBlock, ImageDataLoaders, MaskBlock, PILImage, PILImageBW, PointBlock, RandomCrop, RandomResizedCrop, Resize, ResizeMethod,
                                imagenet_stats)
@@ -31,6 +33,7 @@ from fastbench.draw.fast import fast_images, why_not_fast
 from fastbench.draw.loader import ImageItems, PoolDL
 from fastbench.draw.pool import StuckWorker, Threads, in_threads
 from fastbench.draw.seeded import SeededDL
+from fastbench.draw.workers import auto_workers
 from fastbench.errors import UserError
 from test_decode import photo, saved
 
@@ -350,6 +353,26 @@ def test_left_out_where_that_was_asked_for(folder, tmp_path):
         list(dl)
 
 
+def test_where_each_image_has_its_row_none_is_left_out(folder, tmp_path):
+    path, bad = spoiled(folder, tmp_path, 2)
+    files = sorted(get_image_files(path))
+    dsets = Datasets(files, [[PILImage.create], [parent_label, Categorize]], splits=[[i for i, o in enumerate(files) if o not in bad and i % 5], [i for i, o in enumerate(files) if o in bad or not i % 5]])
+    dls = fast_images(dsets.dataloaders(bs=5, after_item=[Resize(32), ToTensor()], after_batch=[IntToFloatTensor()], num_workers=0, device='cpu'), threads=2, skip_bad=True)
+    learn = Learner(dls, torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 3)), loss_func=CrossEntropyLossFlat())
+    good = [o for o in files[:6] if o not in bad]
+    with learn.no_bar(), learn.no_logging(), warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        learn.fit(1)
+        learn.validate()
+        assert sorted(dls.valid.skipped) == [str(o) for o in bad]
+        for f in (learn.get_preds, learn.tta, lambda: learn.predict(bad[0]), lambda: Interpretation.from_learner(learn).top_losses(2),
+                  lambda: learn.get_preds(dl=dls.valid), lambda: learn.get_preds(dl=dls.test_dl([*good, bad[0]])), lambda: learn.get_preds(dl=dls.test_dl([*good, bad[0]]), reorder=False)):
+            with pytest.raises(CorruptImage) as e: f()
+            assert str(bad[0]) in one_line(e)
+        assert len(learn.get_preds(dl=dls.test_dl(good))[0]) == len(good)
+    assert auto_workers(dls, counts=[1], batches=1).valid.skip_bad
+
+
 def test_an_error_of_a_target_is_its_own(folder):
     def label(o): raise KeyError('no such label')
     dls = loaders(folder)
@@ -568,6 +591,25 @@ def test_learner(folder, monkeypatch):
         assert len(learn.predict(get_image_files(folder)[0])[2]) == 3
         learn.export(folder/'x.pkl')
     with pytest.raises(UserError, match="did you mean 'simplejpeg'"): learn.fast_images(decoder='simplejpg')
+
+
+@pytest.mark.parametrize('kwargs', [dict(prefetch=-1), dict(prefetch='x'), dict(prefetch=0, processes=1), dict(item_timeout='x'), dict(item_timeout=-1), dict(item_timeout=float('nan'))], ids=str)
+def test_an_argument_that_cannot_be_is_named(folder, kwargs):
+    name, v = next(iter(kwargs.items()))
+    with pytest.raises(UserError, match=f'{name}={v!r} cannot be: ') as e: fast_images(loaders(folder), **kwargs)
+    assert one_line(e)
+
+
+def test_what_is_no_dataloaders_is_named(folder):
+    dls = loaders(folder)
+    for o, match in ((Learner(dls, torch.nn.Linear(1, 1), loss_func=CrossEntropyLossFlat()), r'learn.fast_images\(\)'), (dls.train, 'a TfmdDL.*DataLoaders'), (str(folder), 'a str')):
+        with pytest.raises(UserError, match=match) as e: fast_images(o)
+        assert one_line(e)
+
+
+def test_the_method_takes_what_the_function_takes(folder):
+    learn = Learner(loaders(folder), torch.nn.Linear(1, 1), loss_func=CrossEntropyLossFlat()).fast_images(3, 'pillow')
+    assert (learn.dls.train.threads, learn.dls.train.decoder) == (3, 'pillow')
 
 
 def test_targets_that_are_transforms_of_their_own(folder):

@@ -14,18 +14,24 @@ import numpy as np
 import torch
 from fastai.data.core import DataLoaders, Datasets, TfmdDL, TfmdLists
 from fastai.data.transforms import ToTensor
+from fastai.learner import Learner
 from fastai.vision.augment import RandTransform, Resize, ResizeMethod
 from PIL import Image
 
 from .. import __version__
 from .build import Items, open_store
+from .cut import CannotPlan
 from .describe import describe, fingerprint, fingerprint_items
-from .fast import no_items
+from .fast import _check_plain, no_items
 from .items import CachedItems
 from .kept import FORMAT, caches_dir
+from .loader import PoolDL
+from .seeded import SeededDL
 from .store import PARTS, Encoded, check_encoder, encoded
 from .whole import CachedDL, _check_whole, _in_place, batch_crop
+from .workers import WatchedDL, WatchedPoolDL, WatchedSeededDL
 from ..errors import UserError, unknown
+from ..rules import check_whole
 
 # %% ../../nbs/draw/26_cached.ipynb #e91278cd
 def draws(tfm # A transform
@@ -96,6 +102,26 @@ def _check_encoded(items, encode):
         raise UserError(f'encode={encode!r} has no effect: these items hold no image in colour or grey (RGB, L). Leave '
                         'it out')
 
+# %% ../../nbs/draw/26_cached.ipynb #cchchk02
+def _given(**kwargs): return {k: v for k,v in kwargs.items() if v is not None}
+
+def _check_data(dataset):
+    "Fail if there is nothing to prepare, item by item"
+    if isinstance(dataset, CachedItems):
+        raise UserError('these items come from a cache already: cache what they were made of, cached(dls.source)')
+    if hasattr(type(dataset), 'iloc'):
+        raise UserError(f'cached prepares items one by one, and these are the rows of a table '
+                        f'({type(dataset).__name__}), which are in memory as they are: leave their loaders alone')
+    if isinstance(dataset, str) or not all(hasattr(dataset, o) for o in ('__len__', '__getitem__')):
+        raise UserError(f'cached takes DataLoaders, a loader or a data set, not {dataset!r:.60}')
+
+def _folder(where):
+    try: (res := caches_dir(where)).mkdir(parents=True, exist_ok=True)
+    except TypeError: raise UserError(f'where={where!r} cannot be: a folder that holds caches') from None
+    except OSError as e:
+        raise UserError(f'caches cannot be kept in {res}: {e.strerror}. Name another folder with where=') from e
+    return res
+
 # %% ../../nbs/draw/26_cached.ipynb #001d9ac9
 def cached_items(dataset, # `Datasets`, or whatever has a length and items
                  fs=(), # Item transforms that do not draw
@@ -107,13 +133,16 @@ def cached_items(dataset, # `Datasets`, or whatever has a length and items
     )->CachedItems:
     "The items of a data set, prepared once"
     if store not in PARTS: raise UserError(unknown('store', store, list(PARTS)))
+    _check_data(dataset)
+    check_whole(1, **_given(size=size))
+    check_whole(0, **_given(workers=how.get('workers')))
     if not len(dataset): raise UserError('there is nothing to cache: the data set has no items')
     split = getattr(dataset, 'split_idx', None)
     key = cache_key(dataset, fs, (size, store, *([encode] if encode else [])))
     name = f'{_title(dataset)}-{"valid" if split else "train"}-{key}'
     items = Items(partial(_item, dataset, fs, split, size, encode), len(dataset), partial(_name_of, dataset))
     if encode: _check_encoded(items, encode)
-    return CachedItems(dataset, open_store(caches_dir(where)/name, items, store=store, **how))
+    return CachedItems(dataset, open_store(_folder(where)/name, items, store=store, **how))
 
 # %% ../../nbs/draw/26_cached.ipynb #327b50bb
 def _file_of(o):
@@ -148,6 +177,32 @@ class CachedLoaders(DataLoaders):
         return self.source.test_dl(test_items, **kwargs)
     def new_empty(self): return self.source.new_empty()
 
+# %% ../../nbs/draw/26_cached.ipynb #cchown02
+_KINDS = TfmdDL, SeededDL, PoolDL, WatchedDL, WatchedSeededDL, WatchedPoolDL
+
+def _check_items(dl, fs):
+    "Fail if item transforms that a cache does once belong to a loader that makes its items in a way of its own"
+    known = {o: {getattr(k, o) for k in _KINDS} for o in ('create_item', 'do_item', 'create_batches')}
+    own = next((o for o in known if getattr(getattr(dl, o), '__func__', None) not in known[o]), None)
+    if fs and own:
+        raise UserError(f'cached does what is before the loader, and this {type(dl).__name__} has a {own} of its own: '
+                        'leave it as it is')
+
+def _check_batches(dl):
+    try: _check_plain(dl, _KINDS)
+    except CannotPlan as e:
+        raise UserError(f'whole=True cannot make these batches: {e}. Let items be made one by one (whole=False)') from e
+
+def _same_loader(dl, data, fs):
+    "The loader of other items, with all that it was given"
+    res = dl.new(data, after_item=fs, n=dl.n)
+    passing = 'dataset', 'fake_l', 'rng', 'it', 'after_item', 'before_batch', 'after_batch'
+    if type(dl).new is TfmdDL.new: # which knows nothing of what another class was given
+        for k,v in vars(dl).items():
+            if k not in passing and not k.startswith('_'): setattr(res, k, v)
+    res.rng.setstate(dl.rng.getstate())
+    return res
+
 # %% ../../nbs/draw/26_cached.ipynb #44c0783f
 def cached_loader(dl, # A loader of fastai
                   whole=False, # Cut and mirror whole batches, by other draws of the same distribution
@@ -159,18 +214,18 @@ def cached_loader(dl, # A loader of fastai
     if not isinstance(dl, TfmdDL):
         raise UserError(f'cached takes loaders of fastai, and this is a {type(dl).__module__}.{type(dl).__name__}: '
                         'give it the data set instead, cached(dl.dataset), and make the loader of that')
+    _check_data(dl.dataset)
+    if whole: _check_batches(dl)
     fs,rest = before_chance(dl.after_item.fs)
     if whole and all(type(f) is ToTensor or draws(f) for f in fs+rest) and rest: fs,rest = [],fs+rest
+    if not whole: _check_items(dl, fs)
     crop = batch_crop(rest) if whole else None
     data = cached_items(dl.dataset, fs, **kwargs)
-    if not whole:
-        res = dl.new(data, after_item=rest)
-        res.rng.setstate(dl.rng.getstate())
-        return res
+    if not whole: return _same_loader(dl, data, rest)
     _check_whole(data.store, crop)
-    same = dict(bs=dl.bs, shuffle=dl.shuffle, drop_last=dl.drop_last, num_workers=0, device=dl.device)
-    return CachedDL(data, crop, dl, channels_last, threads, after_item=rest, after_batch=_in_place(dl.after_batch.fs),
-                    **same)
+    return TfmdDL.new(dl, data, CachedDL, crop=crop, source=dl, channels_last=channels_last, threads=threads, n=dl.n,
+                      num_workers=0, pin_memory=False, timeout=0, after_item=rest,
+                      after_batch=_in_place(dl.after_batch.fs))
 
 # %% ../../nbs/draw/26_cached.ipynb #2bbe00f1
 def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set
@@ -186,12 +241,14 @@ def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set
            tell=None, # Called with the items prepared so far and in all; None: a bar on a terminal
     ): # The same: `DataLoaders`, a loader or a data set
     "Do everything that is not random once, and read it from disk from then on"
+    if isinstance(dls, Learner): raise UserError('cached takes loaders; for a Learner: learn.dls = cached(learn.dls)')
     kwargs = dict(where=where, size=size, store=store, encode=encode, workers=workers, check=check,
                   tell_done=tell)
     if channels_last and not whole: raise UserError('channels_last=True is for whole batches: add whole=True')
     if threads is not None and not whole:
         raise UserError(f'threads={threads} is for whole batches: add whole=True, or let threads make items one by '
                         'one, fast_images(cached(dls))')
+    check_whole(0, **_given(threads=threads))
     def one(dl): return cached_loader(dl, whole, channels_last, threads, **kwargs) if len(dl.dataset) else dl
     if isinstance(dls, DataLoaders):
         if not len(dls.train.dataset): raise no_items(dls.path)

@@ -6,7 +6,7 @@
 __all__ = ['NoFingerprint', 'Describer', 'describe', 'fingerprint', 'fingerprint_items']
 
 # %% ../../nbs/draw/21_describe.ipynb #8f7b9937
-import functools, hashlib, inspect, logging, os, site, sys, sysconfig, types
+import functools, hashlib, inspect, logging, os, re, site, sys, sysconfig, types
 from importlib import metadata
 from pathlib import Path
 
@@ -99,6 +99,7 @@ def _codes(code):
 
 # %% ../../nbs/draw/21_describe.ipynb #e99ac286
 _PLAIN = type(None), bool, int, float, complex, str, bytes
+_HELD = str, bytes, dict, list, tuple, set, frozenset, np.ndarray, re.Pattern # whose methods depend on what they hold
 _PASSING = {'do', '__signature__', 'init_enc', '_name', 'train_setup'}
 
 # %% ../../nbs/draw/21_describe.ipynb #a787fdc1
@@ -156,7 +157,9 @@ def thing(self:Describer, o): # o: an object
     if type(o).__module__ == 'plum._function' or type(o).__name__ == 'Function':
         return ['function', [self(m.implementation) for m in o.methods]]
     if isinstance(o, (types.BuiltinFunctionType, types.MethodWrapperType)) or type(o).__name__ == 'ufunc':
-        return ['builtin', _named(o)[1] if hasattr(o, '__qualname__') else repr(o)]
+        of = [self(me)] if isinstance(me := getattr(o, '__self__', None), _HELD) else []
+        return ['builtin', _named(o)[1] if hasattr(o, '__qualname__') else repr(o), *of]
+    if isinstance(o, re.Pattern): return ['pattern', self(o.pattern), o.flags]
     if not hasattr(o, '__dict__') and not hasattr(type(o), '__slots__'):
         self.refuse(f'it holds {o!r:.60}, which cannot be told from another')
     if hasattr(o, 'read') or hasattr(o, '__next__'):

@@ -101,7 +101,7 @@ class Remedy(NamedTuple):
     "Something that makes a loader faster"
     name: str # In a few words
     line: str # What to write
-    make: object # From a Learner to its new `DataLoaders`; raises `UserError` where it does not apply
+    make: object # From a Learner to its new `DataLoaders`, or `UserError`; `instead`: their own line and changes
     changes: tuple = () # Fields for `--set` that do it, such as `loader=threads`, of which a recipe has one or none
     gpu: bool = False # Is it tried only where a GPU computes?
 
@@ -135,10 +135,14 @@ def some_items(dl, # A fastai loader
 def _with_cache(learn, batches=24):
     dl,folder = learn.dls.train,TemporaryDirectory()
     few,how = some_items(dl, batches*dl.bs),dict(where=folder.name, tell=lambda *_: None)
-    try: made = cached(few, whole=True, **how)
-    except UserError: made = cached(few, **how)  # item by item
+    try: made,instead = cached(few, whole=True, **how),{}
+    except UserError: made,instead = cached(few, **how),_by_item
     made.folder = folder  # as long as the loader is there
-    return DataLoaders(made, made)
+    res = DataLoaders(made, made)
+    res.instead = instead
+    return res
+
+_by_item = dict(line='learn.dls = cached(learn.dls)', changes=['cache=items', 'cache=array'])
 
 _line = 'learn.dls = cached(learn.dls, whole=True)'
 remedies.append(Remedy('a cache of what is the same each time', _line, _with_cache,
@@ -153,8 +157,11 @@ def _expected(learn, dl, each):
 def _tried(learn, o, each, now):
     line,*changes = (s.format(cores=worker_cores()) for s in (o.line, *o.changes))
     row = dict(name=o.name, line=line, changes=changes, step=None, gain=None, why=None)
-    try: step = _expected(learn, o.make(learn).train, each)
+    try:
+        made = o.make(learn)
+        step = _expected(learn, made.train, each)
     except UserError as e: return row | dict(why=str(e))
+    row |= vars(made).get('instead', {})
     if step is None: return row | dict(why='too few batches to measure it')
     return row | dict(step=step, gain=now/step)
 
@@ -207,9 +214,7 @@ class InputDiagnosis:
     @property
     def waits(self)->float: # Of a step
         "The share that waits for input"
-        rows = self.stalls.rows
-        compute = next(r['step'] for r in rows if r['part'] == 'compute')
-        return max(0., 1 - compute/rows[-1]['step'])
+        return sum(r['share'] for r in self.stalls.rows if r['part'] != 'compute')
 
     @property
     def best(self)->dict|None: # The row of a remedy
@@ -237,7 +242,7 @@ def _verdict(d):
     if waits < .1: return f'compute-bound: {1-waits:.0%} of a step; a faster loader gains at most {waits:.0%}'
     parts = ', '.join(f"{_short[r['part']]} {r['share']:.0%}" for r in d.stalls.rows[1:] if r['share'] >= .01)
     said = f'input-bound: {waits:.0%} of a step waits for its input ({parts})'
-    dear = max((r for r in d.stations.rows if r['where'] != 'batch'), key=lambda r: r['each'], default=None)
+    dear = max(d.stations.rows, key=lambda r: r['each'], default=None)
     if dear: said += f"; the slowest station is {dear['station']}, {dear['share']:.0%} of a batch"
     if d.best: said += f"; {d.best['name']} would make the step {duration(d.best['step'])} of {duration(step)}"
     return said

@@ -141,6 +141,7 @@ def _tensors(o):
 # %% ../../nbs/train/09_batch_size.ipynb #6092eb5c
 def _rows(b, n, bs):
     "Of a batch of `n` samples, `bs`"
+    if hasattr(b, 'iloc'): return b.iloc[np.arange(bs) % n] # of a table: a batch transform makes tensors of them
     ends = _ends(b)
     if ends is None:
         return _each(b, lambda o: o[torch.arange(bs, device=o.device) % n] if o.ndim and len(o) == n else o)
@@ -175,12 +176,19 @@ def _raw(dl):
     dl.device,dl.after_batch = None,Pipeline()
     return dl
 
+def _n_rows(b):
+    if hasattr(b, 'iloc'): return len(b)
+    if (ends := _ends(b)) is not None: return len(ends)-1
+    if (t := next(_tensors(b), None)) is not None: return len(t)
+    raise UserError(f'find_batch_size: a batch is a {type(b).__name__}, which holds no tensor before its batch '
+                    'transforms, so its samples cannot be counted. Make tensors of it in create_batch')
+
 def _sample(dl, look=4):
     "The heaviest of a few batches, and how many samples it has"
     if isinstance(dl, DataLoader): dl = _raw(dl)
     best = None
     for b,_ in zip(dl, range(look)):
-        n = len(next(_tensors(b))) if (ends := _ends(b)) is None else len(ends)-1
+        n = _n_rows(b)
         weight = sum(t.numel() for t in _tensors(b))/max(n, 1)
         if n and (best is None or weight > best[0]): best = weight,b,n
     if best is None: raise UserError('find_batch_size: the training loader gave no batch; is its data set empty?')
