@@ -2555,7 +2555,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'fastbench/draw/workers.py'),
                                         'fastbench.draw.workers._Board.stack': ( 'draw/workers.html#_board.stack',
                                                                                  'fastbench/draw/workers.py'),
-                                        'fastbench.draw.workers._alive': ('draw/workers.html#_alive', 'fastbench/draw/workers.py'),
                                         'fastbench.draw.workers._await_death': ( 'draw/workers.html#_await_death',
                                                                                  'fastbench/draw/workers.py'),
                                         'fastbench.draw.workers._named_death': ( 'draw/workers.html#_named_death',

@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
 
-import psutil
 import torch
 from fastai.data.core import DataLoaders, TfmdDL
 from fastcore.basics import merge
 from torch.utils.data import get_worker_info
 
 from ..errors import UserError
-from ..machine.environment import worker_cores
+from ..machine.environment import is_alive, worker_cores
 from ..train.transfer import CopiesAhead
 from .loader import PoolDL
 from .pool import DrawsInThreads, StuckWorker, stuck
@@ -85,10 +84,6 @@ class _Board:
         return ' > '.join(f'{name} ({file}:{line})' for file,line,name in calls[:4][::-1]) or 'it did not say where'
 
 # %% ../../nbs/draw/07_workers.ipynb #ba5e7112
-def _alive(pid):
-    try: return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess: return False
-
 def _watch(board, limit, name, grace=0.):
     "Until the epoch is over: name and end a worker that hangs, while its batch is waited for"
     while not board.over:
@@ -96,7 +91,7 @@ def _watch(board, limit, name, grace=0.):
         if not board.waiting: continue
         for i,(item,since,pid) in enumerate(board.notes.tolist()):
             seconds = monotonic() - since
-            if not item or seconds < limit+grace or not _alive(int(pid)): continue # PyTorch reports a dead one
+            if not item or seconds < limit+grace or not is_alive(int(pid)): continue # PyTorch reports a dead one
             board.found = stuck(name(int(item)-1), seconds, board.stack(i), limit)
             os.kill(int(pid), getattr(signal, 'SIGKILL', signal.SIGTERM))
             return
@@ -115,7 +110,7 @@ def _await_death(board, wait=5.):
     "A connection broke: PyTorch's handler of signals raises here once a worker is gone; without one, say which died"
     until = monotonic() + wait
     while monotonic() < until: sleep(.05)
-    dead = [str(int(pid)) for item,_,pid in board.notes.tolist() if item and not _alive(int(pid))]
+    dead = [str(int(pid)) for item,_,pid in board.notes.tolist() if item and not is_alive(int(pid))]
     if dead: raise RuntimeError(f'DataLoader worker (pid(s) {", ".join(dead)}) exited unexpectedly')
 
 # %% ../../nbs/draw/07_workers.ipynb #5c1d07ac
