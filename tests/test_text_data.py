@@ -406,3 +406,43 @@ def test_labels_of_all_kinds():
     assert labels_of(df, 'd', train)[1] == [False, True] and labels_of(df, 'e', train)[2] == 'single'
     assert labels_of(df, ['f', 'g'], train)[1:] == (['f', 'g'], 'multi') and labels_of(df, ['b', 'e'], train)[2] == 'regression'
     json.dumps(labels_of(df, 'a', train)[1])
+
+
+# Texts for which the number of bytes is no upper limit of the tokens
+
+def plain_and_odd(normal=None, specials=False):
+    "A tokenizer of words that a normalizer may draw out, as NFKC does in XLM-R; which tokens it adds"
+    t = make_tokenizer(specials=specials, types=specials)
+    if normal: t.backend_tokenizer.normalizer = normalizers.Replace(normal, ' '.join(WORDS[:9]))
+    return t
+
+
+def kept(dl): return [dl.cache.get(i)['input_ids'].tolist() for i in range(len(dl.dataset))]
+
+
+@pytest.mark.parametrize('workers', [0, 1])
+@pytest.mark.parametrize('kind', kinds)
+@pytest.mark.parametrize('odd', ['', '~'])
+def test_a_text_of_more_tokens_than_bytes_leaves_the_others_alone(texts, odd, kind, workers):
+    "An empty text has one token, though the tokenizer adds none; a character may become nine words"
+    tok, mine = plain_and_odd(odd), list(texts[:100])
+    mine[10:90:4] = [odd]*20
+    dl = TextDL(mine, tok, 8, kind, 512, shuffle=True, seed=1, num_workers=workers, max_length=40)
+    want = [tok(o, truncation=True, max_length=40)['input_ids'] or [dl.tokens.empty] for o in mine]
+    assert len(tok('~')['input_ids']) == (9 if odd else 1)
+    for _ in range(2): assert sorted(o for x, *_ in dl for o in rows(x)) == sorted(want)
+    assert kept(dl) == want == kept(pickle.loads(pickle.dumps(dl)))
+    assert not dl.cache.n.all() or dl.lengths().tolist() == [*map(len, want)]
+
+
+def test_an_empty_text_alone_is_a_batch():
+    for kind in kinds:
+        dl = TextDL([''], plain_and_odd(), loader=kind, max_tokens=64)
+        assert rows(dl.one_batch()[0]) == [[dl.tokens.empty]]
+
+
+def test_a_loader_process_that_broke_off_left_no_hole():
+    "It wrote how many tokens a text has, and the tokens themselves, which do not fit, are lost with it"
+    dl = TextDL(['~', 'ba da'], plain_and_odd('~'), max_length=40)
+    dl.cache.n[0] = 9
+    assert flat([rows(dl.one_batch()[0])]) == ids_of(dl.tokenizer, ['~', 'ba da'])

@@ -98,7 +98,7 @@ def new(self:TextDL, dataset=None, cls=None, **kwargs):
 # %% ../../nbs/text/07_loader.ipynb #8ea78f9e
 @patch
 def _measure(self:TextDL):
-    "Measure the characters of each text, and the most tokens that it may have"
+    "Measure the characters of each text, and the most tokens that are expected of it"
     most,texts = self.tokens.max_length,getattr(self.dataset, 'texts', None)
     if texts is None: self.chars,self.room = None,np.full(len(self.dataset), most or 0)
     else:
@@ -220,7 +220,7 @@ def _text(self:TextDL, i):
 def _know(self:TextDL, idxs, hold=True):
     "Tokenize the unknown texts of `idxs` in one call; return what is not cached"
     cache,held = self.cache,{}
-    todo = [int(i) for i in idxs if not cache.n[i] or (hold and not cache.data)]
+    todo = [int(i) for i in idxs if not cache.has(i) or (hold and not cache.data)]
     for i,o in zip(todo, self.tokens.encode([self._text(i) for i in todo]) if todo else ()):
         cache.put(i, o)
         if not cache.data: held[i] = o
@@ -231,7 +231,8 @@ def _know(self:TextDL, idxs, hold=True):
 def _ready(self:TextDL, idxs, held):
     "Return what a loader process sends: numbers of texts, and the tokens and labels that the main process lacks"
     def tokens(i): return held[i] if i in held else self.cache.get(i)
-    enc = None if self.cache.data and self.cache.shared else [tokens(i) for i in idxs.tolist()]
+    there = self.cache.data and self.cache.shared and self.cache.fit(idxs)
+    enc = None if there else [tokens(i) for i in idxs.tolist()]
     if isinstance(self.dataset, TextDataset): return idxs,enc,None
     for i in idxs.tolist(): self._text(i)
     return idxs,enc,[self._items.pop(i)[1:] for i in idxs.tolist()]
