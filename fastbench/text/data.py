@@ -178,12 +178,12 @@ def _labels_like(df, label_col, delim, vocab, kind):
 # %% ../../nbs/text/13_data.ipynb #12732a79
 def _column(df, name):
     if name not in df.columns: raise UserError(unknown('column', name, list(map(str, df.columns))))
-    parts = df[name].tolist()
-    for i,o in enumerate(parts):
+    said = df[name].tolist()
+    for i,o in enumerate(said):
         if part_of(o) in ('train', 'valid'): continue
-        raise UserError(f'row {i} of column {name} is {o!r}: it tells validation from training by true and false, or by '
-                        'valid and train')
-    return np.array([part_of(o) == 'valid' for o in parts], bool)
+        raise UserError(f'row {i} of column {name} is {o!r}: it tells validation from training by true and false, or '
+                        'by valid and train')
+    return np.array([part_of(o) == 'valid' for o in said], bool)
 
 def _drawn(n, share, seed):
     "Draw `share` of `n` rows, at least one and never all"

@@ -167,7 +167,7 @@ def find_task(task, # A name in `tasks`, a `Task`, or a class of them
     if isinstance(task, str):
         if task not in tasks: raise UserError(unknown('task', task, list(tasks)))
         task = tasks[task]
-    if dls is not None: _check_data(task, dls.train)
+    if dls is not None: _check_data(task, getattr(dls, 'train', None))
     if isinstance(task, Task):
         if settings: raise UserError(f"this task is made already: {', '.join(settings)} cannot change it")
         return task

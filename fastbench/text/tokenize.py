@@ -253,16 +253,6 @@ class TokenCache:
             for k,v in self.data.items(): v[at:at+n] = encoded[k]
         self.n[i] = n
 
-    def has(self, i # Number of the text
-        )->bool:
-        "Return whether the tokens of a text are known here"
-        return bool(self.n[i]) and (not self.data or self.n[i] <= self.room[i] or int(i) in self.apart)
-
-    def fit(self, idxs # Numbers of texts that are known, an array
-        )->bool: # False: some are kept apart
-        "Return whether the tokens of all are in the block"
-        return bool((self.n[idxs] <= self.room[idxs]).all())
-
     def get(self, i # Number of the text
         )->dict: # Its tokens, as arrays that share the cache's memory
         "Return the tokens of a text that was tokenized before"
@@ -274,6 +264,20 @@ class TokenCache:
     def __reduce__(self):
         return _refilled, (self.room, {k: v.copy() for k,v in self.data.items()}, self.n.copy(), self.apart)
 
+# %% ../../nbs/text/06_tokenize.ipynb #cacheha2
+@patch
+def has(self:TokenCache, i # Number of the text
+    )->bool:
+    "Return whether the tokens of a text are known here"
+    return bool(self.n[i]) and (not self.data or self.n[i] <= self.room[i] or int(i) in self.apart)
+
+@patch
+def fit(self:TokenCache, idxs # Numbers of texts that are known, an array
+    )->bool: # False: some are kept apart
+    "Return whether the tokens of all are in the block"
+    return bool((self.n[idxs] <= self.room[idxs]).all())
+
+# %% ../../nbs/text/06_tokenize.ipynb #refill01
 def _refilled(room, data, n, apart):
     res = TokenCache(room, tuple(data))
     res.shared,res.apart = False,dict(apart)
