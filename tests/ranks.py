@@ -107,6 +107,7 @@ CASES = dict(images=lambda t: images(), kept=lambda t: images(Path(sys.argv[1]))
              words=lambda t: rnn_learner(lm_dls((TEXTS*2, TEXTS), bs=2 if num_distrib() else 4, bptt=8, device='cpu'), model_args=dict(n_emb=8, n_hid=8)))
 
 
+AFTER = ('random', 'sorted', 'budget', 'packed')  # measured and predicted when the block is over, by each process for itself
 FETCHED = ('numbers', 'sorted')  # predictions in the midst of training, too
 
 
@@ -143,8 +144,8 @@ def together(folder, strategy='ddp', names=tuple(CASES)):
     for name, make in [(k, CASES[k]) for k in names]:
         torch.manual_seed(0)
         learn = make(tok)
-        n, before = len(learn.dls.train), list(learn.dls.loaders)
         learn.to_distributed(cpu=True, strategy=strategy).add_cb(Seen(tok))
+        n, before = len(learn.dls.train), list(learn.dls.loaders)
         learn.recorder.train_metrics = name == 'numbers'
         fetch = FetchPredsCallback(ds_idx=1)
         with warnings.catch_warnings(record=True) as told, learn.no_bar(), learn.no_logging():
@@ -154,6 +155,7 @@ def together(folder, strategy='ddp', names=tuple(CASES)):
                          names=list(learn.recorder.metric_names[1:-1]), measured=measured(learn), predicted=predicted(learn), told=[str(o.message) for o in told])
         learn.detach_distributed()
         res[name]['weights'] = torch.cat([p.detach().flatten() for p in learn.model.parameters()]).double().sum().item()
+        if name in AFTER: res[name]['after'] = dict(measured=measured(learn), predicted=predicted(learn), drawn=sorted(o for x, *_ in learn.dls.train for o in map(learn.dls.tokenizer.decode, by_text(x, x['input_ids']))))
         if name in FETCHED: res[name]['fetched'] = [o.tolist() for o in fetch.preds]
         if not rank_distrib(): torch.save(learn.model.state_dict(), Path(folder, f'{name}-{strategy}.pth'))
     Path(folder, f'{rank_distrib()}-{strategy}.json').write_text(json.dumps(res))

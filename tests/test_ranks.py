@@ -11,12 +11,15 @@ import pytest
 import torch
 
 pytest.importorskip('accelerate')
+from fastai.data.core import DataLoaders
 from fastai.distributed import DistributedDL
+from fastai.learner import Learner
+from torch import nn
 
 from fastbench.errors import UserError
 from fastbench.text.loader import TextDL
 from fastbench.text.words import BPTTLoader
-from ranks import FSDP
+from ranks import AFTER, FSDP
 from started import outcome
 from test_text_data import WORDS, make_tokenizer
 
@@ -74,6 +77,15 @@ def test_loss_and_metrics_are_those_of_one_process(ranks, name, strategy):
         assert o['measured'][-len(a['values'][at:]):][:n] == pytest.approx(one['measured'], rel=1e-4)
     known = [i for i, o in enumerate(a['names']) if 'last' not in o]
     assert [a['values'][i] for i in known] == pytest.approx([b['values'][i] for i in known], rel=1e-9)
+
+
+@pytest.mark.parametrize('name', AFTER)
+def test_after_the_block_each_process_has_all_data(ranks, name):
+    a, b, one = (o[f'{name}-ddp'] for o in ranks)
+    for o in (a['after'], b['after']):
+        assert len(o['drawn']) == len(set(o['drawn'])) == 35
+        assert o['measured'] == pytest.approx(one['measured'], rel=1e-4)
+        for k in ('preds', 'raw', 'one'): assert close(o['predicted'][k], one['predicted'][k]), k
 
 
 def close(a, b):
@@ -137,9 +149,9 @@ def test_rows_of_words_are_split_not_windows(ranks):
 
 # without processes
 
-def test_a_loader_made_before_its_processes_is_refused(monkeypatch):
+def test_a_loader_made_for_other_processes_is_refused(monkeypatch):
     from fastbench.distributed.ranks import RankTrainer
-    dl = TextDL(['ba be']*4, make_tokenizer())
+    dl = TextDL(['ba be']*4, make_tokenizer(), world_size=1)
     cb = RankTrainer(cpu=True)
     monkeypatch.setenv('WORLD_SIZE', '2')
     with pytest.raises(UserError, match='deals to 1 processes, and 2 are training'): cb._wrap_dl(dl)
@@ -156,6 +168,7 @@ def test_one_process_predicts_as_ever(monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '2')
     cb.learn = learn
     with pytest.raises(UserError, match='write over each other'): learn.get_preds(save_preds='x')
+    cb.learn = None
 
 
 def test_fastais_wrapper_is_refused():
@@ -172,7 +185,21 @@ def test_ranks_need_a_seed():
 def test_ranks_are_found_in_the_environment(monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '2'), monkeypatch.setenv('RANK', '1')
     dl = BPTTLoader(torch.arange(100), bs=2, bptt=5)
-    assert (dl.rank, dl.world_size) == (1, 2) and (TextDL(['ba']*4, make_tokenizer(), seed=random.randint(0, 9)).rank) == 1
+    assert (dl.rank, dl.world_size) == (1, 2)
+
+
+def test_texts_are_dealt_while_something_puts_the_parts_together(monkeypatch):
+    "The number of the batches may be asked for before, and changes no order"
+    from fastbench.distributed.ranks import RankTrainer
+    monkeypatch.setenv('WORLD_SIZE', '2'), monkeypatch.setenv('RANK', '1')
+    a, b = (TextDL(WORDS[:20], make_tokenizer(), 4, kind, 32, shuffle=True, seed=1) for kind in ('budget', 'budget'))
+    learn, cb = Learner(DataLoaders(a, a), nn.Linear(1, 1), loss_func=nn.MSELoss()), RankTrainer(cpu=True)
+    assert (a.rank, a.world_size) == (0, 1) and len(a.get_idxs()) == 20 and len(a)
+    learn.add_cb(cb)
+    assert (a.rank, a.world_size) == (a.new().rank, a.new().world_size) == (1, 2) and cb._wrap_dl(a) is a
+    assert len(a.get_idxs()) == 10 and list(a.get_idxs()) == list(b.get_idxs())
+    learn.remove_cb(cb)
+    assert (a.rank, a.world_size) == (0, 1) and len(a.get_idxs()) == 20
 
 
 def test_without_accelerate_it_is_one_line(monkeypatch):

@@ -406,3 +406,101 @@ def test_labels_of_all_kinds():
     assert labels_of(df, 'd', train)[1] == [False, True] and labels_of(df, 'e', train)[2] == 'single'
     assert labels_of(df, ['f', 'g'], train)[1:] == (['f', 'g'], 'multi') and labels_of(df, ['b', 'e'], train)[2] == 'regression'
     json.dumps(labels_of(df, 'a', train)[1])
+
+
+# Texts for which the number of bytes is no upper limit of the tokens
+
+def plain_and_odd(normal=None, specials=False):
+    "A tokenizer of words that a normalizer may draw out, as NFKC does in XLM-R; which tokens it adds"
+    t = make_tokenizer(specials=specials, types=specials)
+    if normal: t.backend_tokenizer.normalizer = normalizers.Replace(normal, ' '.join(WORDS[:9]))
+    return t
+
+
+def kept(dl): return [dl.cache.get(i)['input_ids'].tolist() for i in range(len(dl.dataset))]
+
+
+@pytest.mark.parametrize('workers', [0, 1])
+@pytest.mark.parametrize('kind', kinds)
+@pytest.mark.parametrize('odd', ['', '~'])
+def test_a_text_of_more_tokens_than_bytes_leaves_the_others_alone(texts, odd, kind, workers):
+    "An empty text has one token, though the tokenizer adds none; a character may become nine words"
+    tok, mine = plain_and_odd(odd), list(texts[:100])
+    mine[10:90:4] = [odd]*20
+    dl = TextDL(mine, tok, 8, kind, 512, shuffle=True, seed=1, num_workers=workers, max_length=40)
+    want = [tok(o, truncation=True, max_length=40)['input_ids'] or [dl.tokens.empty] for o in mine]
+    assert len(tok('~')['input_ids']) == (9 if odd else 1)
+    for _ in range(2): assert sorted(o for x, *_ in dl for o in rows(x)) == sorted(want)
+    assert kept(dl) == want == kept(pickle.loads(pickle.dumps(dl)))
+    assert not dl.cache.n.all() or dl.lengths().tolist() == [*map(len, want)]
+
+
+def test_an_empty_text_alone_is_a_batch():
+    for kind in kinds:
+        dl = TextDL([''], plain_and_odd(), loader=kind, max_tokens=64)
+        assert rows(dl.one_batch()[0]) == [[dl.tokens.empty]]
+
+
+def test_a_loader_process_that_broke_off_left_no_hole():
+    "It wrote how many tokens a text has, and the tokens themselves, which do not fit, are lost with it"
+    dl = TextDL(['~', 'ba da'], plain_and_odd('~'), max_length=40)
+    dl.cache.n[0] = 9
+    assert flat([rows(dl.one_batch()[0])]) == ids_of(dl.tokenizer, ['~', 'ba da'])
+
+
+# Labels as fastai has them, and arguments that cannot be
+
+def labelled(n=20, **more): return pd.DataFrame(dict(text=[f'{WORDS[i % 40]} ba' for i in range(n)], label=['no', 'yes']*(n//2)) | more)
+
+
+def test_fastai_understands_the_names_of_the_labels(tok):
+    from fastai.interpret import ClassificationInterpretation
+    from fastbench.text.learner import hf_learner
+    for df in (labelled(), labelled().assign(label=[0, 1]*10)):
+        learn = hf_learner(hf_dls(df, tok, max_length=16, workers=0, device='cpu'), 'bert-tiny', pretrained=False)
+        with learn.no_bar(): seen = ClassificationInterpretation.from_learner(learn)
+        with learn.no_bar(): assert list(seen.vocab) == list(df.label.unique()) and seen.confusion_matrix().sum() == 4
+        assert learn.dls.vocab.o2i == {o: i for i, o in enumerate(df.label.unique())} and learn.task.vocab == list(df.label.unique())
+
+
+@pytest.mark.parametrize('label_col,kw', [('label', {}), ('score', {}), ('tags', dict(label_delim=' ')), ('lists', {}), (['a', 'b'], {})])
+def test_more_texts_have_labels_if_they_are_asked_for(tok, label_col, kw):
+    df = labelled(score=np.arange(20)/7, tags=['x y', 'y', '', 'x']*5, lists=[['x', 'y'], ['y'], [], ['x']]*5, a=[0, 1]*10, b=[1, 0]*10)
+    dls = hf_dls(df, tok, label_col=label_col, valid=df, max_length=16, workers=0, device='cpu', **kw)
+    dl = dls.test_dl(df, with_labels=True)
+    assert torch.equal(dl.dataset.y, dls.valid_ds.y) and dl.dataset.y.dtype == dls.valid_ds.y.dtype and len(dl.one_batch()) == 2
+    assert len(dls.test_dl(df).one_batch()) == len(dls.test_dl(['ba']).one_batch()) == 1
+    with pytest.raises(UserError, match='unknown column'): dls.test_dl(df[['text']], with_labels=True)
+
+
+def test_labels_that_nobody_knows_are_refused(tok):
+    dls = hf_dls(labelled(), tok, max_length=16, workers=0, device='cpu')
+    with pytest.raises(UserError, match="has the label 'other'"): dls.test_dl(labelled().assign(label='other'), with_labels=True)
+    dls = hf_dls(labelled(), tok, label_col=None, max_length=16, workers=0, device='cpu')
+    with pytest.raises(UserError, match='without labels'): dls.test_dl(labelled(), with_labels=True)
+
+
+@pytest.mark.parametrize('values', [[False]*15 + [True]*5, [0]*15 + [1]*5, ['train']*15 + ['valid']*5, ['False']*15 + ['True']*5])
+def test_a_column_says_what_is_for_validation(tok, values):
+    assert hf_dls(labelled(is_valid=values), tok, valid='is_valid', workers=0, device='cpu').info['n_valid'] == 5
+
+
+@pytest.mark.parametrize('bad', [np.nan, None, 'maybe', 2, .5])
+def test_a_column_that_says_neither_is_refused(tok, bad):
+    with pytest.raises(UserError, match='row 3 of column is_valid') as e: hf_dls(labelled(is_valid=[False]*3 + [bad] + [True]*16), tok, valid='is_valid', device='cpu')
+    assert repr(bad) in str(e.value) and '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('kw,why', [(dict(bs=0), 'bs=0 cannot be'), (dict(bs=-1), 'bs=-1'), (dict(bs=2.5), 'bs=2.5'), (dict(workers=-1), 'workers=-1'), (dict(workers='2'), "workers='2'"),
+                                    (dict(valid_pct='20%'), "valid_pct='20%'"), (dict(valid_pct=None), 'valid_pct=None'), (dict(data=None), 'None holds no texts'), (dict(data=5), '5 holds no texts'), (dict(data=print), 'holds no texts')])
+def test_arguments_that_cannot_be(tok, kw, why):
+    with pytest.raises(UserError, match=why) as e: hf_dls(**dict(data=labelled(), tokenizer=tok, device='cpu') | kw)
+    assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('item', [None, 5, .5])
+def test_what_is_no_text_is_not_predicted(tok, item):
+    from fastbench.text.learner import hf_learner
+    learn = hf_learner(hf_dls(labelled(), tok, max_length=16, workers=0, device='cpu'), 'bert-tiny', pretrained=False)
+    with pytest.raises(UserError, match='no text') as e: learn.predict(item)
+    assert '\n' not in str(e.value)

@@ -160,3 +160,57 @@ def test_a_missing_library_is_named(monkeypatch):
     from fastbench.text.seq2seq import bleu
     with pytest.raises(UserError, match='pip install sacrebleu'): bleu(['a'], ['a'])
     with pytest.raises(UserError, match='unknown score'): Seq2Seq(score='meteor')
+
+
+# Batches and data from which nothing can be learned
+
+@pytest.mark.parametrize('task,model,odd', [('causal-lm', 'gpt2-tiny', 'ba'), ('masked-lm', 'bert-tiny', '')])
+def test_a_batch_without_a_target_has_a_loss_of_zero(task, model, odd):
+    from fastai.learner import Learner
+    from test_text_data import make_tokenizer
+    tok = make_tokenizer(specials=task == 'masked-lm')
+    dls = hf_dls(TEXTS[:8] + [odd]*8, tok, valid=TEXTS[:3] + [odd]*3, label_col=None, loader='sorted', bs=4, max_length=40, workers=0, device='cpu')
+    learn = small(dls, model, task)
+    for o in (learn, Learner(dls, learn.model, loss_func=learn.loss_func)):
+        with o.no_bar(), o.no_logging(): o.fit(1, 1e-3)
+        assert all(map(math.isfinite, map(float, o.recorder.losses)))
+        assert all(p.isfinite().all() for p in learn.model.parameters())
+    loss = learn.loss_func(torch.randn(2, 3, 5, requires_grad=True), torch.full((2, 3), -100))
+    loss.backward()
+    assert loss.item() == 0
+
+
+@pytest.mark.parametrize('loader', [None, 'sorted'])
+def test_questions_as_dicts_are_predicted_and_exported(tok, tmp_path, loader):
+    rows = [dict(question='ba', context=o, answers=dict(text=[o.split()[0]], answer_start=[0])) for o in TEXTS[:8]]
+    task = QuestionAnswering(stride=4)
+    learn = small(task_dls(task, rows, rows[:4], tok, max_length=40, bs=4, device='cpu', loader=loader), 'bert-tiny', task)
+    one, two = learn.predict(dict(question='ba', context=TEXTS[0])), learn.predict(('ba', TEXTS[0]))
+    assert one[0] == two[0] and (learn.export(tmp_path/'out')/'config.json').is_file()
+
+
+@pytest.mark.parametrize('label_col', ['label', None])
+@pytest.mark.parametrize('task,model', [('question-answering', 'bert-tiny'), ('token-classification', 'bert-tiny'), ('translation', 't5-tiny'), (Summarization(), 't5-tiny')])
+def test_texts_are_no_examples(tok, task, model, label_col):
+    dls = hf_dls([(o, 'ab'[i % 2]) for i, o in enumerate(TEXTS)], tok, label_col=label_col, max_length=40, workers=0, device='cpu')
+    with pytest.raises(UserError, match='make them with task_dls') as e: small(dls, model, task)
+    assert '\n' not in str(e.value)
+
+
+def test_data_of_another_task_are_refused(tok):
+    tags = TokenClassification(['O', 'B-X'])
+    dls = task_dls(tags, [(['ba'], ['O'])]*4, [(['be'], ['B-X'])], tok, device='cpu')
+    with pytest.raises(UserError, match='are of the task token-classification'): small(dls, 'bert-tiny', 'question-answering')
+    dls = hf_dls(TEXTS, tok, label_col=None, max_length=40, workers=0, device='cpu')
+    small(dls, 'gpt2-tiny', 'causal-lm')
+    with pytest.raises(UserError, match='are of the task causal-lm'): small(dls, 'bert-tiny', 'masked-lm')
+    small(dls, 'gpt2-tiny', 'causal-lm')
+
+
+@pytest.mark.parametrize('loader', [None, 'sorted'])
+@pytest.mark.parametrize('task,model,row', [(QuestionAnswering(), 'bert-tiny', ('ba', 'be bi')), (TokenClassification(['O', 'B-X']), 'bert-tiny', ['ba', 'be']), (Summarization(), 't5-tiny', 'ba be')])
+def test_examples_without_targets_teach_nothing(tok, task, model, row, loader):
+    if loader and task.head == 'seq2seq': pytest.skip('whole examples only')
+    dls = task_dls(task, [row]*4, [row]*2, tok, max_length=40, device='cpu', loader=loader)
+    with pytest.raises(UserError, match='nothing can be learned from them') as e: small(dls, model, task)
+    assert '\n' not in str(e.value)

@@ -22,7 +22,7 @@ import fastbench.distributed.ddp  # into the registry
 from .strategy import engine_of, get_strategy
 from ..compat import call_after_backward
 from ..errors import UserError
-from ..machine.group import OtherFailed, broadcast, gather, rank, sum_over_ranks, world_size
+from ..machine.group import OtherFailed, broadcast, deal, gather, rank, sum_over_ranks, world_size
 from ..measure.lifecycle import DuringFit
 from ..measure.profiler import noting
 from ..measure.stopwatch import GRADIENT_SYNC
@@ -150,14 +150,21 @@ class RankTrainer(DuringFit, DistributedTrainer):
                  **kwargs): # For the strategy
         self.strategy = get_strategy(strategy, sync_bn=sync_bn, **kwargs)
 
+    @property
+    def learn(self): return self._learn
+    @learn.setter
+    def learn(self, v):
+        DuringFit.learn.fset(self, v)
+        deal(self, v is not None)
+
     def _wrap_dl(self, dl):
         if isinstance(dl, (DistributedDL, _Alone)): return dl
         if isinstance(dl, (list, tuple)): return _Alone(dl)
         n,have = getattr(dl, 'world_size', None),world_size()
         if n is None: return RankDL(dl, rank(), have, next(self.learn.model.parameters()).device)
         if n != have:
-            raise UserError(f'the loader deals to {n} processes, and {have} are training: make it in each of them '
-                            '(torchrun tells them who they are), or give it rank and world_size')
+            raise UserError(f'the loader deals to {n} processes, and {have} are training: make it without rank and '
+                            'world_size, or with those of each process')
         return dl
 
 # %% ../../nbs/distributed/05_ranks.ipynb #ec9221fa

@@ -9,6 +9,7 @@ __all__ = ['check_texts', 'TextDataset', 'texts_of', 'text_table', 'ShowsTexts']
 import pandas as pd
 import torch
 from fastai.data.core import display_df
+from fastai.data.transforms import CategoryMap
 from fastcore.basics import patch
 
 from ..errors import UserError, plural, unknown
@@ -33,6 +34,10 @@ def check_texts(texts, # Texts, or pairs of texts
     return texts
 
 # %% ../../nbs/text/04_dataset.ipynb #fd4ce96a
+def _names(vocab):
+    "What fastai makes of the names of labels: `ClassificationInterpretation` takes a list for several"
+    return vocab if vocab is None or hasattr(vocab, 'o2i') else CategoryMap(list(vocab), sort=False)
+
 class TextDataset:
     "Texts, or pairs of texts, with or without labels"
     n_inp = 1
@@ -45,7 +50,7 @@ class TextDataset:
     ):
         if isinstance(texts, str): raise UserError('texts is one string: give a list of them')
         self.texts = list(texts) if name is None else check_texts(list(texts), name)
-        self.y,self.vocab,self.cols = y,vocab,cols
+        self.y,self.vocab,self.cols = y,_names(vocab),cols
         if y is not None and len(y) != len(self.texts):
             given = f"{plural(len(self.texts), 'text')} and {plural(len(y), 'label')}"
             raise UserError(f'{given}: there must be one for each')

@@ -43,7 +43,8 @@ class HFLearner(BenchLearner):
 def _pairs(dls):
     cols = getattr(dls.train_ds, 'cols', None)
     if cols: return not isinstance(cols, str) and len(cols) == 2
-    return len(dls.train_ds) > 0 and not isinstance(dls.train_ds[0][0], str)
+    first = dls.train_ds[0] if len(dls.train_ds) else ''
+    return not isinstance(first, (str, dict)) and not isinstance(first[0], str)
 
 # %% ../../nbs/text/20_learner.ipynb #196187ec
 @patch
@@ -51,6 +52,7 @@ def predict(self:HFLearner, item, # A text (or a pair as a tuple), a list of the
             **kwargs, # For `get_preds`
     ): # (answer, decoded tensor, probabilities), or a list of these
     "Predict a text, or several"
+    if not hasattr(item, '__len__'): raise UserError(f'{item!r} is no text: give a text, a list of texts, or a table')
     one = self.task.is_one(item, _pairs(self.dls))
     items = [item] if one else item
     if not len(items): return []

@@ -50,8 +50,8 @@ class TextDL(ShowsTexts, TfmdDL):
         window:int=400, # Batches that are sorted together
         group:int=32, # Batches that are sorted again in the first epoch
         cache=True, # Remember tokens; or a `TokenCache` to share
-        rank=None, # Which of several processes this is; None: ask the process group
-        world_size=None, # Number of processes; None: ask the process group
+        rank=None, # Which of several processes this is; None: ask the process group while a Learner trains in it
+        world_size=None, # Number of processes; None: likewise, and otherwise 1
         finish=None, # Called with (x, y) of each batch (y is None without labels); returns the batch
         task=None, # Defines what `show_batch` shows, if that is more than texts and labels
         num_workers:int=0, # Processes that make batches, as long as there is something to tokenize
@@ -64,8 +64,7 @@ class TextDL(ShowsTexts, TfmdDL):
                          **merge(dict(do_setup=False), kwargs))
         self.loader,self.max_tokens,self.window,self.group = loader,max_tokens,window,group
         self.seed,self.finish,self.task = seed,finish,task
-        self.rank = ranks.rank() if rank is None else rank
-        self.world_size = ranks.world_size() if world_size is None else world_size
+        self._told = rank,world_size
         if seed is not None: self.rng = random.Random(seed)
         self._plan,self._guess,self._items = None,None,{}
         self._measure()
@@ -82,6 +81,16 @@ def tokenizer(self:TextDL):
     return self.tokens.tokenizer
 
 @patch(as_prop=True)
+def rank(self:TextDL):
+    "Which of `world_size` parts of the texts this process draws"
+    return ranks.dealt()[0] if self._told[0] is None else self._told[0]
+
+@patch(as_prop=True)
+def world_size(self:TextDL):
+    "The number of processes that the texts are dealt to"
+    return ranks.dealt()[1] if self._told[1] is None else self._told[1]
+
+@patch(as_prop=True)
 def mine(self:TextDL): # Numbers of texts
     "The order in which this rank drew texts last"
     return getattr(self, '_order', None)
@@ -91,14 +100,15 @@ def mine(self:TextDL): # Numbers of texts
 def new(self:TextDL, dataset=None, cls=None, **kwargs):
     same,old = dataset is None or dataset is self.dataset,self.dataset
     if not same and isinstance(old, TextDataset) and not hasattr(dataset, 'n_inp'): dataset = old.like(dataset)
-    mine = {o: getattr(self, o) for o in 'loader max_tokens seed window group rank world_size finish task'.split()}
+    mine = {o: getattr(self, o) for o in 'loader max_tokens seed window group finish task'.split()}
+    mine |= dict(zip(('rank', 'world_size'), self._told))
     tokens = dict(tokenizer=self.tokens, cache=self.cache if same else bool(self.cache.data))
     return super(TextDL, self).new(dataset, cls, **merge(tokens, mine, kwargs))
 
 # %% ../../nbs/text/07_loader.ipynb #8ea78f9e
 @patch
 def _measure(self:TextDL):
-    "Measure the characters of each text, and the most tokens that it may have"
+    "Measure the characters of each text, and the most tokens that are expected of it"
     most,texts = self.tokens.max_length,getattr(self.dataset, 'texts', None)
     if texts is None: self.chars,self.room = None,np.full(len(self.dataset), most or 0)
     else:
@@ -195,10 +205,19 @@ def to_detach(self:TextDL,
 # %% ../../nbs/text/07_loader.ipynb #75581651
 @patch
 def get_idxs(self:TextDL):
+    how = self.rank,self.world_size
+    if self._plan and self._plan[2] != how: self._undo_plan()
     state = self.rng.getstate()
     stale = self._plan is None or (self.shuffle and self._plan[1] != state)
-    if stale: self._plan = self._lay_out(),self.rng.getstate()
+    if stale: self._plan = self._lay_out(),self.rng.getstate(),how,state
     return self._plan[0]
+
+@patch
+def _undo_plan(self:TextDL):
+    "Forget a plan, and that random numbers were drawn for it"
+    _,after,_,before = self._plan
+    if before and self.rng.getstate() == after: self.rng.setstate(before)
+    self._plan = None
 
 @patch
 def __len__(self:TextDL):
@@ -220,7 +239,7 @@ def _text(self:TextDL, i):
 def _know(self:TextDL, idxs, hold=True):
     "Tokenize the unknown texts of `idxs` in one call; return what is not cached"
     cache,held = self.cache,{}
-    todo = [int(i) for i in idxs if not cache.n[i] or (hold and not cache.data)]
+    todo = [int(i) for i in idxs if not cache.has(i) or (hold and not cache.data)]
     for i,o in zip(todo, self.tokens.encode([self._text(i) for i in todo]) if todo else ()):
         cache.put(i, o)
         if not cache.data: held[i] = o
@@ -231,7 +250,8 @@ def _know(self:TextDL, idxs, hold=True):
 def _ready(self:TextDL, idxs, held):
     "Return what a loader process sends: numbers of texts, and the tokens and labels that the main process lacks"
     def tokens(i): return held[i] if i in held else self.cache.get(i)
-    enc = None if self.cache.data and self.cache.shared else [tokens(i) for i in idxs.tolist()]
+    there = self.cache.data and self.cache.shared and self.cache.fit(idxs)
+    enc = None if there else [tokens(i) for i in idxs.tolist()]
     if isinstance(self.dataset, TextDataset): return idxs,enc,None
     for i in idxs.tolist(): self._text(i)
     return idxs,enc,[self._items.pop(i)[1:] for i in idxs.tolist()]
@@ -348,7 +368,7 @@ def load_state_dict(self:TextDL, state:dict # From `state_dict` of a loader of t
     for at in range(0, len(todo), 1024): self._know(todo[at:at+1024], hold=False)
     self.rng.setstate(state['rng'])
     plan,self._guess = state['plan'],state['guess']
-    self._plan = plan and (Order(plan['batches'], plan['group']), plan['rng'])
+    self._plan = plan and (Order(plan['batches'], plan['group']), plan['rng'], (self.rank, self.world_size), None)
 
 # %% ../../nbs/text/07_loader.ipynb #3d4e42f8
 @patch

@@ -60,6 +60,7 @@ class SpanMatch(ShareRight):
 class QuestionAnswering(Task):
     "Predict the span of a context that answers a question"
     name = head = 'question-answering'
+    takes = 'a question, a context and the answer in it'
     fill = dict(context=0) # The key besides the tokenizer's, and its padding value
     def __init__(self, stride:int=128, # Number of tokens that two windows share
                  longest:int=30, # Maximum number of tokens of an answer

@@ -42,6 +42,7 @@ _scores = dict(rouge=rouge, bleu=bleu)
 class Seq2Seq(Task):
     "Another text for a text"
     name = head = 'seq2seq'
+    takes = 'a text and another one to write for it'
     score,_start = 'rouge',None
     def __init__(self, max_target:int=128, # Maximum number of tokens of a target, in training and writing
                  prefix:str='', # Put before each source, as in T5's training: `'summarize: '`

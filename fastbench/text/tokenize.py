@@ -157,8 +157,8 @@ def chars(self:BatchTokenizer, o # A text, or a pair
 @patch
 def most(self:BatchTokenizer, o # A text, or a pair
     )->int:
-    "Return an upper limit for the number of tokens"
-    return _bytes(o) + self.added
+    "Return the number of tokens that are rarely exceeded"
+    return max(1, _bytes(o) + self.added)
 
 # %% ../../nbs/text/06_tokenize.ipynb #a5df5335
 @patch
@@ -239,6 +239,7 @@ class TokenCache:
         self.start = np.concatenate([[0], self.room.cumsum()])
         self.n = _shared(len(self.room), np.int32)  # tokens of each; 0: not known yet
         self.data = {k: _shared(self.start[-1], np.int32) for k in keys}
+        self.apart = {}  # tokens of texts that have more than their room; of this process only
 
     def __len__(self): return len(self.room)
     def put(self, i, # Number of the text
@@ -247,21 +248,39 @@ class TokenCache:
         "Keep the tokens of a text"
         at = self.start[i]
         n = len(encoded['input_ids'])
-        for k,v in self.data.items(): v[at:at+n] = encoded[k]
+        if n > self.room[i] and self.data: self.apart[int(i)] = {k: encoded[k] for k in self.data}
+        else:
+            for k,v in self.data.items(): v[at:at+n] = encoded[k]
         self.n[i] = n
 
     def get(self, i # Number of the text
         )->dict: # Its tokens, as arrays that share the cache's memory
         "Return the tokens of a text that was tokenized before"
+        if int(i) in self.apart: return self.apart[int(i)]
         a = self.start[i]
         b = a+self.n[i]
         return {k: v[a:b] for k,v in self.data.items()}
 
-    def __reduce__(self): return _refilled, (self.room, {k: v.copy() for k,v in self.data.items()}, self.n.copy())
+    def __reduce__(self):
+        return _refilled, (self.room, {k: v.copy() for k,v in self.data.items()}, self.n.copy(), self.apart)
 
-def _refilled(room, data, n):
+# %% ../../nbs/text/06_tokenize.ipynb #cacheha2
+@patch
+def has(self:TokenCache, i # Number of the text
+    )->bool:
+    "Return whether the tokens of a text are known here"
+    return bool(self.n[i]) and (not self.data or self.n[i] <= self.room[i] or int(i) in self.apart)
+
+@patch
+def fit(self:TokenCache, idxs # Numbers of texts that are known, an array
+    )->bool: # False: some are kept apart
+    "Return whether the tokens of all are in the block"
+    return bool((self.n[idxs] <= self.room[idxs]).all())
+
+# %% ../../nbs/text/06_tokenize.ipynb #refill01
+def _refilled(room, data, n, apart):
     res = TokenCache(room, tuple(data))
-    res.shared = False
+    res.shared,res.apart = False,dict(apart)
     for k,v in data.items(): res.data[k][:] = v
     res.n[:] = n
     return res
@@ -272,4 +291,5 @@ def pad_known(self:BatchTokenizer, cache:TokenCache, # Cache with the tokens
               idxs, # Numbers of texts, an array
     )->dict: # As from `pad`
     "Make a padded batch of texts that were tokenized before"
+    if not cache.fit(idxs): return self.pad([cache.get(i) for i in idxs.tolist()])
     return self._pad(cache.data, cache.start[idxs], cache.n[idxs])

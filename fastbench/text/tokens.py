@@ -52,6 +52,7 @@ class EntityF1(Metric):
 class TokenClassification(Task):
     "Predict a tag for every word"
     name = head = 'token-classification'
+    takes = 'words and as many tags'
     per_token = True
     fill = dict(word=-1, tag=-100) # Keys besides the tokenizer's, and their padding values
     def __init__(self, vocab): # Names of the tags
