@@ -44,7 +44,7 @@ from fastbench.text.data import hf_dls
 from fastbench.text.learner import hf_learner
 from fastbench.text.rnn import rnn_learner
 from fastbench.text.words import lm_dls
-from fastbench.train.checkpoint import HEADER, STATE, checkpoints, read_header, read_state
+from fastbench.train.checkpoint import HEADER, STATE, checkpoints, claim, read_header, read_state
 from fastbench.train.learner import BenchLearner
 from fastbench.train.muon import muon
 from fastbench.train.optimizer import foreach_adamw, fused_adam, fused_sgd
@@ -442,6 +442,16 @@ def test_lr_find_and_validation_are_no_trainings(tmp_path):
 def test_bad_values_are_refused():
     for bad in (dict(minutes=0), dict(steps=-1), dict(steps=1.5), dict(keep=0), dict(minutes='10')):
         with pytest.raises(UserError, match=f'{next(iter(bad))}=.* cannot be: a number above 0'): CheckpointEvery(**bad)
+
+
+def test_a_folder_that_cannot_hold_checkpoints_is_refused_before_the_training(tmp_path):
+    (tmp_path/'file').write_text('')
+    with pytest.raises(UserError, match=r'file/c cannot hold checkpoints: Not a directory\. Give another folder'): claim(tmp_path/'file'/'c')
+
+
+def test_a_file_that_is_named_as_a_checkpoint_is_none(tmp_path):
+    (tmp_path/'checkpoint-000099').write_text('')
+    assert checkpoints(tmp_path) == []
 
 
 def test_two_processes_do_not_write_into_one_folder(tmp_path):

@@ -82,6 +82,8 @@ def test_a_profiler_stays_here():
 def test_slips_are_one_line(tmp_path, monkeypatch):
     with pytest.raises(UserError, match='epochs and lr are for one cycle'): learner(8).launch(2, 3, fit=lambda learn: learn.fit(1))
     with pytest.raises(UserError, match="did you mean 'fsdp'"): learner(8).launch(2, strategy='fsdb', folder=tmp_path)
+    for k, v in dict(nproc='2', epochs=0).items():
+        with pytest.raises(UserError, match=f'{k}={v!r} cannot be'): learner(8).launch(**{k: v})
     data = pack_learner(learner(8, cbs=Elsewhere()))
     monkeypatch.setattr(Elsewhere, '__module__', 'test_send')
     monkeypatch.delattr('test_send.Elsewhere')

@@ -65,6 +65,12 @@ def test_tags_that_cannot_be(tok):
     with pytest.raises(UserError, match='example 1 has 2 words and 1 tag:'): TokenClassification.of([(['a'], ['O']), (['a', 'b'], ['O'])])
     with pytest.raises(UserError, match="'B-Z' is none"): TokenClassification(['O', 'B-X']).collate(tok, [(['ba'], ['B-Z'])])
     with pytest.raises(UserError, match='one tag only'): TokenClassification(['O'])
+    two = TokenClassification(['O', 'B-X'])
+    with pytest.raises(UserError, match='example 0 has 2 words and 1 tag:'): two.collate(tok, [(['ba', 'be'], ['O'])])
+    with pytest.raises(UserError, match='example 0 has None among its words'): two.collate(tok, [(['ba', None], ['O', 'O'])])
+    assert len(two.collate(tok, [([], []), (['ba'], ['O'])])[1]) == 2
+    with pytest.raises(UserError, match=r"takes a task that is made, such as QuestionAnswering\(\.\.\.\), not its name 'question-answering'"):
+        task_dls('question-answering', [1], [1], tok)
 
 
 # Language models

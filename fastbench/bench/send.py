@@ -20,6 +20,7 @@ from fastcore.basics import patch
 from .launch import Interrupted
 from .processes import launch_processes
 from ..errors import UserError
+from ..rules import check_whole
 from ..machine.group import rank
 from ..measure.clock import train_device
 from ..measure.profiler import Profiler
@@ -141,6 +142,7 @@ def launch(self:Learner, nproc:int=2, # Number of processes on this machine
            **options # For `launch_processes`: timeout, threads, show_output
     ): # Its `Run`
     "Train in several processes, and take the trained weights back into this Learner"
+    check_whole(1, nproc=nproc, epochs=epochs)
     if fit and (epochs, lr) != (1, None): raise UserError('epochs and lr are for one cycle: fit trains by itself')
     said = {} if fit else dict(epochs=epochs, lr=lr)
     def one_cycle(learn): learn.fit_one_cycle(epochs, lr)

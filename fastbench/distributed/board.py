@@ -134,7 +134,7 @@ def _watch(self:Lookout):
             seen = self.steps
             faulthandler.dump_traceback_later(self.timeout+2, exit=True, file=self.file)
         if os.getppid() != self.parent: self._end('the process that started this one is gone')
-        if self.starter and not is_alive(self.starter): self.asked = True # as if it had said so
+        if self.starter and not is_alive(self.starter): self.asked = True # as if it had asked
         if self.board.is_over(self.grace): self._end('another process has failed')
 
 # %% ../../nbs/distributed/10_board.ipynb #edbe8163

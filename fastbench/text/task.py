@@ -350,6 +350,9 @@ def task_dls(task, # A `Task`
              **kwargs, # For `TextDL`, or without `loader` for `TaskDL`
     )->DataLoaders:
     "Make `DataLoaders` for examples that only their task understands"
+    if isinstance(task, str):
+        like = f', such as {tasks[task].__name__}(...)' if task in tasks else ''
+        raise UserError(f'task_dls takes a task that is made{like}, not its name {task!r}')
     for o,part in (('train', train), ('valid', valid)):
         if not len(part): raise UserError(f'{o} has no examples')
     pad_with_end(tokenizer)

@@ -82,7 +82,14 @@ class TokenClassification(Task):
 # %% ../../nbs/text/15_tokens.ipynb #ed878fc8
 def _words(o): # o: a string, words, or (words, tags)
     if isinstance(o, str): return o.split()
-    return list(o[0]) if len(o) and not isinstance(o[0], str) else list(o)
+    return list(o[0]) if len(o) and not isinstance(o[0], (str, type(None))) else list(o)
+
+def _check_words(words, tags, i):
+    if (bad := next((o for o in words if not isinstance(o, str)), '')) != '':
+        raise UserError(f'example {i} has {bad!r} among its words: words are strings')
+    if tags is not None and len(words) != len(tags):
+        raise UserError(f"example {i} has {plural(len(words), 'word')} and {plural(len(tags), 'tag')}: "
+                        'an example is a list of words and as many tags')
 
 # %% ../../nbs/text/15_tokens.ipynb #794c0902
 def _heads(enc, i):
@@ -106,6 +113,7 @@ def encode(self:TokenClassification, tokenizer, # A fast tokenizer of transforme
     if not tokenizer.is_fast:
         raise UserError(f'{type(tokenizer).__name__} does not tell which token is of which word: '
                         'token classification needs a fast tokenizer')
+    for i,o in enumerate(examples): _check_words(_words(o), _tags(o), i)
     enc = tokenizer([_words(o) or [tokenizer.unk_token] for o in examples], is_split_into_words=True,
                     truncation=max_length is not None, max_length=max_length)
     at,res = {o: i for i,o in enumerate(self.vocab)},[]
@@ -113,7 +121,7 @@ def encode(self:TokenClassification, tokenizer, # A fast tokenizer of transforme
         keys = {k: np.asarray(v[i], np.int32) for k,v in enc.items() if k != 'attention_mask'}
         word = np.array([-1 if w is None else w for w in enc.word_ids(i)], np.int32)
         tag,tags = np.full_like(word, -100),_tags(o)
-        for w,place in _heads(enc, i).items() if tags is not None else ():
+        for w,place in _heads(enc, i).items() if tags else ():
             if tags[w] not in at:
                 raise UserError(f'the tag {tags[w]!r} is none of those for training ({", ".join(self.vocab)})')
             tag[place] = at[tags[w]]

@@ -28,7 +28,7 @@ def checkpoints(folder # That holds them
     )->list: # Paths, the newest last; what is half written or half removed is not among them
     "The checkpoints of a folder"
     if not os.path.isdir(folder): return []
-    found = [(int(m[1]), o.path) for o in os.scandir(folder) if (m := _name.fullmatch(o.name))]
+    found = [(int(m[1]), o.path) for o in os.scandir(folder) if (m := _name.fullmatch(o.name)) and o.is_dir()]
     return [Path(o) for _,o in sorted(found)]
 
 # %% ../../nbs/train/12_checkpoint.ipynb #2a17328a
@@ -171,8 +171,11 @@ def claim(folder # That holds checkpoints; made where it is not there
     "Let no other process write into `folder`; a `CheckpointError` if one does"
     try: import fcntl
     except ImportError: return None
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    file = open(Path(folder)/'.lock', 'w')
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        file = open(Path(folder)/'.lock', 'w')
+    except OSError as e:
+        raise CheckpointError(f'{folder} cannot hold checkpoints: {e.strerror}. Give another folder') from None
     try: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
         file.close()
