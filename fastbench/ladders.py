@@ -9,7 +9,7 @@ __all__ = ['Rung', 'Ladder', 'register_ladder', 'ladders', 'get_ladder', 'proces
 from dataclasses import dataclass
 
 from .errors import UserError, unknown
-from .recipe import Recipe, _load, but, get_recipe, recipes, register, register_suite
+from .recipe import Recipe, _load, but, get_recipe, register, register_suite
 
 # %% ../nbs/02_ladders.ipynb #af46f4a4
 @dataclass(frozen=True)
@@ -59,10 +59,8 @@ def ladders()->dict: # Name -> `Ladder`
 def get_ladder(name:str # As `ladders` has it
     )->Ladder:
     "A ladder by name"
-    if name in ladders(): return _ladders[name]
-    if name in recipes() or name.endswith('.py') or '.py:' in name:
-        raise UserError(f'{name} is no ladder: say what each rung changes, --rung bigger:bs=128 --rung lower:lr=1e-3')
-    raise UserError(unknown('ladder', name, list(_ladders)))
+    if name not in ladders(): raise UserError(unknown('ladder', name, list(_ladders)))
+    return _ladders[name]
 
 # %% ../nbs/02_ladders.ipynb #316d5602
 def processes_of(name:str # A recipe's name

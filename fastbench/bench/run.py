@@ -37,7 +37,7 @@ from ..runs.record import Run, plain
 from ..train.learner import Switches, find_device
 from ..train.loop import FastLoop
 from ..train.resume import CheckpointEvery
-from ..train.transfer import Arriving
+from ..train.arriving import Arriving
 
 # %% ../../nbs/bench/01_run.ipynb #d9957b1d
 class _Glimpse:

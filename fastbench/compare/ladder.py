@@ -16,7 +16,8 @@ from .precision import warned
 from ..errors import UserError, unknown
 from ..runs.store import load
 from ..ladders import Ladder, Rung, get_ladder, ladders
-from ..recipe import but, get_recipe
+from ..own.source import is_own
+from ..recipe import but, get_recipe, recipes
 from ..measure.table import Table, seconds
 from .verdict import compare_times
 
@@ -205,6 +206,8 @@ def ladder_recipes(name, # A ladder; with `Rung`s any recipe, or a function that
     )->tuple: # The `Ladder`, its recipes
     "Recipes of a ladder to train"
     if rungs and all(isinstance(o, Rung) for o in rungs): return _made_of(get_recipe(name, **changes), rungs)
+    if name not in ladders() and (name in recipes() or is_own(name)):
+        raise UserError(f'{name} is no ladder: say what each rung changes, --rung bigger:bs=128 --rung lower:lr=1e-3')
     ladder = get_ladder(name)
     own = f"{name}-{changes.get('data')}"
     if own in ladders(): ladder = get_ladder(own)

@@ -11,12 +11,12 @@ from random import Random
 from statistics import mean, median
 from time import perf_counter
 
-import torch
 from fastai.callback.core import Callback
 from fastai.callback.progress import ProgressCallback  # adds no_bar
 from fastai.learner import Learner
 
 from .verdict import Verdict, compare_times
+from ..train.arriving import mark_queue
 
 # %% ../../nbs/compare/01_paired.ipynb #97cd27af
 def _seconds(work, clock):
@@ -55,12 +55,7 @@ def time_rounds(work:dict, # Name -> a function without arguments; one that retu
     return res
 
 # %% ../../nbs/compare/01_paired.ipynb #a9832f3f
-def _event(device):
-    "An event in the queue of a device"
-    api = getattr(torch, device.type)
-    res = api.Event(enable_timing=True)
-    res.record(*([api.current_stream(device)] if hasattr(api, 'current_stream') else []))
-    return res
+def _now(device): return perf_counter() if device.type == 'cpu' else mark_queue(device, enable_timing=True)
 
 class _StepEnds(Callback):
     "Record the end of each step, by the host's clock or in the device's queue"
@@ -68,7 +63,7 @@ class _StepEnds(Callback):
     def before_fit(self): self.ends = []
     def after_batch(self):
         if not self.training: return
-        self.ends.append(perf_counter() if self.loss.device.type == 'cpu' else _event(self.loss.device))
+        self.ends.append(_now(self.loss.device))
 
     def seconds(self):
         pairs = list(zip(self.ends, self.ends[1:]))

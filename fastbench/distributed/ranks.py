@@ -22,7 +22,8 @@ import fastbench.distributed.ddp  # into the registry
 from .strategy import engine_of, get_strategy
 from ..compat import call_after_backward
 from ..errors import UserError
-from ..machine.group import OtherFailed, broadcast, deal, gather, rank, sum_over_ranks, world_size
+from ..machine.dealing import deal
+from ..machine.group import OtherFailed, broadcast, gather, rank, sum_over_ranks, world_size
 from ..measure.lifecycle import DuringFit
 from ..measure.profiler import noting
 from ..measure.stopwatch import GRADIENT_SYNC

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..machine.group import start_sum, sum_over_ranks, world_size
 from ..measure.profiler import noted
 from ..measure.stopwatch import FIRST, LOSS_SYNC
-from ..train.transfer import Arriving
+from ..train.arriving import Arriving
 
 # %% ../../nbs/distributed/00_weigh.ipynb #a049fbee
 def share_factor(n, # Number of samples or tokens that the loss of this process averages

@@ -18,6 +18,7 @@ from fastcore.foundation import L
 
 from ..errors import UserError, unknown
 from ..machine import group as ranks
+from ..machine.dealing import dealt
 from ..measure.loader import host_batches
 from ..train.transfer import batches_on
 from .dataset import ShowsTexts, TextDataset
@@ -83,12 +84,12 @@ def tokenizer(self:TextDL):
 @patch(as_prop=True)
 def rank(self:TextDL):
     "Which of `world_size` parts of the texts this process draws"
-    return ranks.dealt()[0] if self._told[0] is None else self._told[0]
+    return dealt()[0] if self._told[0] is None else self._told[0]
 
 @patch(as_prop=True)
 def world_size(self:TextDL):
     "The number of processes that the texts are dealt to"
-    return ranks.dealt()[1] if self._told[1] is None else self._told[1]
+    return dealt()[1] if self._told[1] is None else self._told[1]
 
 @patch(as_prop=True)
 def mine(self:TextDL): # Numbers of texts
