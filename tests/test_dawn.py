@@ -8,6 +8,7 @@ import torch
 from fastai.callback.core import CancelBatchException, Callback
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
+from fastai.optimizer import Adam
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +25,7 @@ from fastbench.recipe import but, get_recipe, suites
 from fastbench.runs.record import Run, from_json
 from fastbench.bench.run import run_recipe
 from fastbench.train.learner import BenchLearner
+from fastbench.train.optimizer import fused_adam
 from fastbench.vision.augment import augmented
 from fastbench.draw.decode import CorruptImage
 from fastbench.vision.data import vision_dls
@@ -273,6 +275,20 @@ def test_bad_knots(knots):
     learn = Learner(DataLoaders([], []), nn.Linear(1, 1), loss_func=nn.MSELoss())
     with pytest.raises(UserError, match='knots'): learn.fit_linear(1, .1, knots)
     with pytest.raises(UserError, match='knots'): XResNet('x', knots=knots[:1] if len(knots) > 2 else knots)
+
+
+@pytest.mark.parametrize('opt_func', [Adam, fused_adam])
+def test_each_group_has_its_peak(opt_func):
+    b = [(torch.randn(4, 2), torch.arange(4) % 2)]*5
+    learn = Learner(DataLoaders(b, b), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), loss_func=nn.CrossEntropyLoss(), opt_func=opt_func, splitter=lambda m: [[*o.parameters()] for o in m])
+    with learn.no_bar(), learn.no_logging(): learn.fit_linear(1, slice(1e-3, 1e-1), ((0, 1), (1, 0)))
+    assert learn.recorder.hps['lr'] == pytest.approx([.1, .08, .06, .04, .02]) and [h['lr'] for h in learn.opt.hypers] == pytest.approx([2e-4, 2e-2])
+
+
+@pytest.mark.parametrize('shape,said', [((4, 2), ['muon: no filter of a convolution ']), ((4, 2, 3, 3), [])])
+def test_muon_without_a_filter_says_so(shape, said, recwarn):
+    muon([nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(4))])
+    assert [str(o.message)[:33] for o in recwarn] == said
 
 
 def test_mirrored_prediction_leaves_the_batch_as_it_was():

@@ -365,6 +365,14 @@ def test_predict_test_dl_and_show(small_photos):
         assert len(whole) == len(targs) == dls.info['n_train']
 
 
+def test_a_picture_in_colours_is_predicted_from_in_grey():
+    from fastbench.vision.learner import xresnet_learner
+    learn = xresnet_learner(vision_dls('digits', size=8, bs=8, workers=0, device='cpu'))
+    grey = np.random.default_rng(0).integers(0, 255, (8, 8), 'uint8')
+    with learn.no_bar(): one,*others = [learn.predict(o)[2] for o in (grey, np.stack([grey]*3, -1), Image.fromarray(np.stack([grey]*3, -1)))]
+    for o in others: torch.testing.assert_close(o, one)
+
+
 def test_a_digit_alone_is_a_digit_in_a_batch():
     dls = vision_dls('digits', size=16, device='cpu')
     x = next(iter(dls.valid))[0]

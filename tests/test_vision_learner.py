@@ -3,12 +3,17 @@ import socket, warnings
 from types import SimpleNamespace
 
 import fastai.callback.schedule, fastai.callback.progress # fit_one_cycle, no_bar
+import numpy as np
 import pytest
 import timm
 import torch
+from fastai.data.block import CategoryBlock, DataBlock, MultiCategoryBlock, RegressionBlock
 from fastai.data.core import DataLoaders
-from fastai.data.transforms import Normalize
+from fastai.data.transforms import IndexSplitter, Normalize
+from fastai.metrics import mae
 from fastai.torch_core import params
+from fastai.vision.core import PILImage, PILMask
+from fastai.vision.data import ImageBlock, MaskBlock, PointBlock
 from fastai.vision.models import xresnet
 from torch import nn
 
@@ -19,6 +24,8 @@ from fastbench.train.learner import BenchLearner
 from fastbench.vision.data import vision_dls
 from fastbench.vision.learner import (fill_body, item_shape, normalize_as, timm_learner, timm_model, timm_splitter, xresnet50_weights, xresnet_archs,
                                       xresnet_learner, xresnet_splitter)
+from fastbench.vision.resnet import torchvision_learner
+from fastbench.vision.small import small_learner
 
 
 @pytest.fixture
@@ -99,6 +106,33 @@ def test_no_items_no_classes_no_images():
     with pytest.raises(UserError, match='4 dimensions'): item_shape(flat)
     dls = batches(); dls.c = 0
     with pytest.raises(UserError, match='pass n_out'): xresnet_learner(dls)
+
+
+def of_images(block, label):
+    rng = np.random.default_rng(0)
+    images = [PILImage.create(rng.integers(0, 255, (32, 32, 3), 'uint8')) for _ in range(6)]
+    return DataBlock((ImageBlock, block), get_x=lambda i: images[i], get_y=label, splitter=IndexSplitter([4, 5])).dataloaders(range(6), bs=2, num_workers=0, device='cpu')
+
+
+MAKERS = dict(xresnet=xresnet_learner, timm=lambda dls, **kw: timm_learner(dls, 'resnet10t', **kw), torchvision=lambda dls, **kw: torchvision_learner(dls, pretrained=False, **kw), small=small_learner)
+
+
+@pytest.mark.parametrize('maker', MAKERS)
+@pytest.mark.parametrize('block,label,names', [
+    (CategoryBlock, lambda i: 'ab'[i % 2], ['accuracy']), (MultiCategoryBlock, lambda i: ['a', 'b'][:i % 3], ['accuracy_multi']),
+    (RegressionBlock, lambda i: [i, -i], []), (PointBlock, lambda i: torch.tensor([[1., 2.], [3., i]]), [])], ids=['classes', 'labels', 'numbers', 'points'])
+def test_loss_and_metrics_suit_the_labels(maker, block, label, names):
+    learn = MAKERS[maker](of_images(block, label))
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    assert [o.name for o in learn.metrics] == names and learn.loss_func is learn.dls.train.dataset.loss_func
+    assert [o.name for o in MAKERS[maker](learn.dls, metrics=mae).metrics] == ['mae']
+
+
+@pytest.mark.parametrize('maker', MAKERS)
+def test_a_mask_for_each_image_is_for_another_model(maker):
+    dls = of_images(MaskBlock(codes=['a', 'b']), lambda i: PILMask.create(np.zeros((32, 32), 'uint8')))
+    with pytest.raises(UserError) as e: MAKERS[maker](dls)
+    assert 'a mask for each image' in one_line(e) and 'unet_learner' in one_line(e)
 
 
 @pytest.mark.parametrize('kwargs,says', [

@@ -137,5 +137,9 @@ def muon(params, # Model parameters, or a list for each group
          steps=3, # Iterations of the orthogonalisation
     )->TorchOptimizer:
     "Muon as an `opt_func`, with fastai's schedules and checkpoints"
-    return TorchOptimizer(params, MuonSGD, _group, dict(momentum_buffer='grad_avg'),
-                          kwargs=dict(rest=rest, steps=steps), lr=lr, mom=mom, wd=wd)
+    opt = TorchOptimizer(params, MuonSGD, _group, dict(momentum_buffer='grad_avg'),
+                         kwargs=dict(rest=rest, steps=steps), lr=lr, mom=mom, wd=wd)
+    if not any(p.ndim > 3 for ps in opt.param_lists for p in ps):
+        warnings.warn('muon: no filter of a convolution is among these parameters, so all of them take steps of '
+                      f'Nesterov momentum at {rest:g} times the rate; torch.optim.Muon is for matrices', stacklevel=2)
+    return opt

@@ -18,7 +18,7 @@ from ..errors import UserError
 @patch
 def fit_linear(self:Learner,
     n_epoch:int, # Epochs
-    lr_max:float|None=None, # The peak; None: the Learner's `lr`
+    lr_max:float|slice|None=None, # The peak, or a slice or list for the groups of parameters; None: the Learner's `lr`
     knots=((0, 0), (.2, 1), (1, 0)), # Corners: (share of the fit, share of the peak)
     **kwargs # As for `fit`
 ):
@@ -26,6 +26,8 @@ def fit_linear(self:Learner,
     xs,ys = map(list, zip(*knots))
     if xs[0] != 0 or xs[-1] != 1 or any(a >= b for a,b in zip(xs, xs[1:])):
         raise UserError(f'knots={knots!r} cannot be: their shares of the fit rise from 0 to 1')
-    lr_max = self.lr if lr_max is None else lr_max
-    cbs = ParamScheduler(dict(lr=lambda pct: lr_max*float(np.interp(pct, xs, ys)))) + L(kwargs.pop('cbs', None))
-    self.fit(n_epoch, lr_max, cbs=cbs, **kwargs)
+    if self.opt is None: self.create_opt()
+    self.opt.set_hyper('lr', self.lr if lr_max is None else lr_max)
+    peaks = np.array([h['lr'] for h in self.opt.hypers])
+    cbs = ParamScheduler(dict(lr=lambda pct: peaks*np.interp(pct, xs, ys))) + L(kwargs.pop('cbs', None))
+    self.fit(n_epoch, cbs=cbs, **kwargs)

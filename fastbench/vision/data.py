@@ -133,11 +133,17 @@ def _array_dls(dsets, parts, size, min_scale, flip, stats, item_tfms=(), **kwarg
     train = ArrayDL(dsets.train, shuffle=True, drop_last=True, arrays=tensors(parts[0]), **kwargs)
     return DataLoaders(train, train.new(dsets.valid, shuffle=False, drop_last=False, arrays=tensors(parts[1])))
 
+# %% ../../nbs/vision/02_data.ipynb #5e0c1f71
+class _Grey(PILImageBW):
+    "An image in grey; one in colours is converted"
+    @classmethod
+    def _new_meta(cls, im): return im if im.mode == 'L' else im.convert('L')
+
 # %% ../../nbs/vision/02_data.ipynb #24ca1fbf
 def _datasets(parts, classes, n_ch):
     "Return training and validation items with their transforms"
     items,n = parts[0]+parts[1],len(parts[0])
-    image = (PILImageBW if n_ch == 1 else PILImage).create
+    image = (_Grey if n_ch == 1 else PILImage).create
     label = [_Label(classes), Categorize(vocab=classes, sort=False)]
     return Datasets(items, [[_first, image], label], splits=[list(range(n)), list(range(n, len(items)))])
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from fastai.callback.hook import num_features_model
-from fastai.metrics import accuracy
 from fastai.vision.learner import add_head, create_body, model_meta
 from fastcore.meta import delegates
 from torchvision import models
@@ -20,7 +19,7 @@ from ..machine.download import DataUnavailable, cache_dir, fetch, mismatch
 from ..errors import UserError, unknown
 import fastbench.distributed.learner  # adds to_distributed
 from ..train.learner import BenchLearner
-from .learner import item_shape, n_out_of
+from .learner import item_shape, n_out_of, suited_metrics
 
 # %% ../../nbs/vision/04_resnet.ipynb #0cba8481
 resnets = ('resnet18', 'resnet34', 'resnet50', 'resnet101', 'resnet152')
@@ -66,7 +65,7 @@ def torchvision_learner(dls, # `DataLoaders` of images
                         n_out=None, # Number of outputs; None: the number of classes of `dls`
                         c_in=None, # Number of input channels; None: as in an image of `dls`
                         url=None, # Address of a state dict with other weights
-                        metrics=accuracy, # As for `Learner`
+                        metrics=None, # As for `Learner`; None: `suited_metrics`
                         splitter=None, # Parameter groups; None: fastai's for a ResNet
                         offline=False, # Never open a connection
                         **kwargs)->BenchLearner:
@@ -76,6 +75,7 @@ def torchvision_learner(dls, # `DataLoaders` of images
     body,weights,why = _body(arch, c_in, pretrained, url, offline)
     model = add_head(body, num_features_model(body), n_out)
     splitter = splitter or model_meta[getattr(models, arch)]['split']
+    if metrics is None: metrics = suited_metrics(dls, kwargs.get('loss_func'))
     learn = BenchLearner(dls, model, metrics=metrics, splitter=splitter, **kwargs)
     if why:
         what = weights.replace(', ', ' weights, ', 1)

@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from fastai.layers import AdaptiveConcatPool2d
 from fastai.losses import CrossEntropyLossFlat
-from fastai.metrics import accuracy
 from fastcore.meta import delegates
 from torch import nn
 
 from ..errors import UserError, unknown
 import fastbench.distributed.learner  # adds to_distributed
 from ..train.learner import BenchLearner
-from .learner import item_shape, n_out_of
+from .learner import item_shape, n_out_of, suited_metrics
 
 # %% ../../nbs/vision/05_small.ipynb #f93ea591
 def _conv(c_in, c_out, stride=1, k=3): return nn.Conv2d(c_in, c_out, k, stride, k//2, bias=False)
@@ -219,5 +218,6 @@ def small_learner(dls, # `DataLoaders` of images
     "Make a Learner with a network for small images"
     images = dls.train.one_batch()[0] if whiten else None
     net = small_net(arch, item_shape(dls)[0], n_out_of(dls, n_out), act, norm, images)
-    kwargs = dict(loss_func=CrossEntropyLossFlat(), metrics=accuracy) | kwargs
+    if not hasattr(dls.train.dataset, 'loss_func'): kwargs.setdefault('loss_func', CrossEntropyLossFlat())
+    if kwargs.get('metrics') is None: kwargs['metrics'] = suited_metrics(dls, kwargs.get('loss_func'))
     return BenchLearner(dls, net, **kwargs)
