@@ -79,7 +79,7 @@ def options(func):
 
 EXIT_CODES = """Exit codes: 0 went well, 1 a gate was not passed (`--fail-above`), 2 a mistake in what was asked, \
 3 the Runs are not comparable, 4 what is needed is not there (data, memory, a network) or a training failed, \
-130 interrupted."""
+70 an error of fastbench itself (with its traceback), 130 interrupted, 141 the reader of the output went away."""
 
 
 def command_part(name, command, book):

@@ -6,7 +6,7 @@
 __all__ = ['main']
 
 # %% ../nbs/04_cli.ipynb #8f424482
-import sys, warnings
+import errno, os, sys, traceback, warnings
 from functools import partial
 from pathlib import Path
 
@@ -50,15 +50,35 @@ def _show(usual, message, category, filename, *args, **kwargs):
     if mine: print(f'warning: {message}', file=sys.stderr)
     else: usual(message, category, filename, *args, **kwargs)
 
+# %% ../nbs/04_cli.ipynb #41c7e0a1
+def _unwritten(e):
+    "Say that the answer went nowhere, and keep Python from writing it again at the end"
+    print(f'fastbench: the answer cannot be written: {e.strerror}', file=sys.stderr)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return 4
+
+def _code():
+    "Run the command; its exit code, of which 1 means a gate and nothing else"
+    try:
+        code = app(prog_name='fastbench', standalone_mode=False)
+        sys.stdout.flush()
+        return code
+    except _Misused as e: return _misused(e)
+    except UserError as e: return complain(e)
+    except (KeyboardInterrupt, typer.Abort): return 130
+    except SystemExit as e: return 141 if isinstance(e.__context__, BrokenPipeError) else e.code  # `| head`
+    except OSError as e:
+        if e.filename is None and e.errno in (errno.ENOSPC, errno.EBADF, errno.EIO): return _unwritten(e)
+        traceback.print_exc()
+    except Exception: traceback.print_exc()
+    return 70
+
 # %% ../nbs/04_cli.ipynb #5eb3a306
 def main():
-    "The `fastbench` command; of a reader that goes away (`fastbench list | head`) typer takes care"
+    "The `fastbench` command"
+    if sys.stdout is None: sys.stdout = open(os.devnull, 'w')  # `>&-`
     for o in (sys.stdout, sys.stderr):
         if hasattr(o, 'reconfigure'): o.reconfigure(errors='replace')  # a terminal that cannot show a µ
     with warnings.catch_warnings():
         warnings.showwarning = partial(_show, warnings.showwarning)
-        try: code = app(prog_name='fastbench', standalone_mode=False)
-        except _Misused as e: code = _misused(e)
-        except UserError as e: code = complain(e)
-        except (KeyboardInterrupt, typer.Abort): code = 130
-    sys.exit(code)
+        sys.exit(_code())

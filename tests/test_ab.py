@@ -16,6 +16,7 @@ from fastbench.bench.launch import Interrupted
 from fastbench.errors import UserError
 from fastbench.recipe import get_recipe
 from fastbench.runs.record import Run
+from fastbench.compare.runs import compare
 from fastbench.compare.sides import NotComparable, load_side
 from fastbench.runs.store import load, load_all, save
 from fastbench.compare.verdict import compare_times
@@ -61,6 +62,7 @@ class Quick(AB):
     def result(self, level=None):
         v = compare_times(self.a, self.b, threshold=0., level=level or self.level or last_level(self.looked))
         return type('C', (), dict(verdicts={('overall', 'fit'): v}))
+    def _keep_level(self): pass
 
 
 @pytest.mark.parametrize('pairs', [10, 40])
@@ -88,6 +90,50 @@ def test_a_large_difference_ends_early(tmp_path):
     t = Machine(slower=(1., 1.3), spread=.005).trial(tmp_path, pairs=50)
     c = finish(t)
     assert len(t.a) < 10 and verdict(c) == 'slower' and c.level == .001 and 'the answer is clear' in str(c) and '99.9% interval' in str(c)
+
+
+def test_a_gate_keeps_the_question_open(tmp_path):
+    "A slowdown of 10% is clear long before it is clear that it is more than 5%"
+    def trial(name, **kwargs): return Machine(3, slower=(1., 1.1), spread=.015).trial(tmp_path/name, pairs=40, **kwargs)
+    early,asked = trial('early'),trial('asked', limit=.05)
+    c,d = finish(early),finish(asked)
+    assert 5 <= len(early.a) < len(asked.a) < 40 and verdict(c) == verdict(d) == 'slower'
+    assert not c.slower_than(.05) and d.slower_than(.05) == [('overall', 'fit')] and d.level == .001
+
+
+def test_the_gate_fires_as_often_as_without_early_looks(tmp_path):
+    def fires(i, **kwargs): return bool(finish(Machine(i, slower=(1., 1.1), spread=.015).trial(tmp_path/f'{i}{kwargs}', pairs=10, **kwargs)).slower_than(.05))
+    assert sum(fires(i, early=False) for i in range(20)) >= 19 and sum(fires(i, limit=.05) for i in range(20)) >= 18
+    assert sum(fires(i) for i in range(20)) < 10  # what it was
+
+
+@pytest.mark.parametrize('slower,spread,level', [((1., 1.3), .005, .001), ((1., 1.), .2, .045)])
+def test_its_runs_say_the_same_later(tmp_path, slower, spread, level):
+    c = finish(Machine(slower=slower, spread=spread).trial(tmp_path))
+    later = compare('ab:A', 'ab:B', folder=tmp_path)
+    assert c.level == pytest.approx(level) == later.level and later.rows == c.rows and later.paired
+    assert compare([load(o.path) for o in c.a[:3]], [load(o.path) for o in c.b[:3]]).level <= .05
+    for o in (*c.a, *c.b): o.extra = {}
+    assert compare(c.a, c.b).level == .05
+
+
+def test_a_pair_that_lost_a_run_is_left_out_and_the_others_stay_pairs(tmp_path):
+    "A failed one, which does not know all of its work, and one whose file is gone"
+    m = Machine(slower=(1., 1.1), spread=.001, drift=.3, change=lambda i: dict(status='failed', data={}, precision={}, error='ouch') if i == 15 else {})
+    t = m.trial(tmp_path, early=False)
+    with pytest.raises(RunFailed): finish(t)
+    c = compare('ab:A', 'ab:B', folder=tmp_path)
+    assert c.paired and c.verdicts['overall', 'fit'].n == 7 and verdict(c) == 'slower' and 'failed; of a pair both' in str(c)
+    Path(t.b[2].path).unlink()
+    c = compare('ab:A', 'ab:B', folder=tmp_path)
+    assert c.paired and c.verdicts['overall', 'fit'].n == 6 and verdict(c) == 'slower'
+
+
+def test_a_file_that_cannot_be_read_is_passed_over(tmp_path):
+    finish(Machine().trial(tmp_path))
+    (tmp_path/'digits-xresnet18-29991231T000000-00000000.json').write_text('{"schema": ')
+    c = compare('ab:A', 'ab:B', folder=tmp_path)
+    assert len(c.a) == len(c.b) == 10 and 'passed over: ' in str(c) and '29991231' in str(c)
 
 
 def test_all_pairs_if_asked(tmp_path):

@@ -275,7 +275,8 @@ def test_list_and_export_of_some(kept, monkeypatch, capsys, tmp_path):
     assert code == 0 and 'none like that' in out
     code,out,err = command(monkeypatch, capsys, 'export', tmp_path/'a.csv', '--status', 'ok', '--out', kept)
     assert code == 0 and out == f'1 Run written to {tmp_path/"a.csv"}\n' and 'cut.json' in err and (tmp_path/'a.csv').read_text().count('\n') == 2
-    assert '3 Runs' in command(monkeypatch, capsys, 'export', tmp_path/'a.parquet', '--steps', '--out', kept)[1]
+    _,out,err = command(monkeypatch, capsys, 'export', tmp_path/'a.parquet', '--steps', '--out', kept)
+    assert out.startswith('0 Runs') and err.count('has no profile, so no steps') == 3
     d = json.loads(command(monkeypatch, capsys, 'list', '--json', '--out', kept)[1], parse_constant=lambda o: pytest.fail(o))
     assert set(d) == {'suites', 'recipes', 'runs'} and [o['status'] for o in d['runs']] == ['ok', 'failed', 'diverged'] and 'profile' not in d['runs'][0]
     assert [load(o['path']).id for o in d['runs']] == [o['id'] for o in d['runs']]
@@ -306,7 +307,22 @@ def test_show(kept, monkeypatch, capsys):
 def test_a_reader_that_goes_away(kept):
     p = subprocess.Popen([sys.executable, '-m', 'fastbench', 'list', '--json', '--out', str(kept)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     p.stdout.close()
-    assert p.stderr.read().decode().count('\n') == 1 and p.wait(LIMIT) == 1  # the broken file is named, nothing else
+    assert p.stderr.read().decode().count('\n') == 1 and p.wait(LIMIT) == 141  # the broken file is named, nothing else
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='needs /dev/full')
+def test_an_answer_that_cannot_be_written(kept):
+    with open('/dev/full', 'w') as full: p = subprocess.run([sys.executable, '-m', 'fastbench', 'list', '--out', str(kept)], stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT)
+    assert p.returncode == 4 and 'the answer cannot be written: No space left' in p.stderr and 'Traceback' not in p.stderr
+    p = subprocess.run(['sh', '-c', f'{sys.executable} -m fastbench show last --out "{kept}" >&-'], stderr=subprocess.PIPE, text=True, timeout=LIMIT)
+    assert p.returncode in (0, 2) and 'Traceback' not in p.stderr
+
+
+def test_an_error_of_fastbench_is_no_gate(monkeypatch, capsys, kept):
+    def broken(*args, **kwargs): raise ZeroDivisionError('ours')
+    monkeypatch.setattr('fastbench.command.keep.select', broken)
+    code,_,err = command(monkeypatch, capsys, 'list', '--out', kept)
+    assert code == 70 and err.rstrip().endswith('ZeroDivisionError: ours') and 'Traceback' in err
 
 
 def test_a_terminal_without_all_letters(kept):
@@ -402,6 +418,19 @@ def test_a_value_of_set(said, value):
 def test_a_refusal_is_in_the_words_of_the_command(tmp_path):
     got = subprocess.run([sys.executable, '-m', 'fastbench', 'run', 'digits-xresnet18', '--set', 'precision=fp16', '--device', 'cpu', '--out', str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert got.returncode == 2 and '--set precision=fp32' in got.stderr and "precision='" not in got.stderr
+
+
+@pytest.mark.parametrize('words', ['run digits-xresnet18', 'ladder dawn-photos', 'scale digits-xresnet18'])
+@pytest.mark.parametrize('path,why', [('nowhere/a.png', "there is no folder 'nowhere'"), ('a.txt', "'a.txt' is no picture")])
+def test_a_picture_is_refused_before_the_training(launched, monkeypatch, capsys, tmp_path, words, path, why):
+    code,_,err = command(monkeypatch, capsys, *words.split(), '--plot', path, '--out', tmp_path)
+    assert code == 2 and why in err and not launched
+
+
+@pytest.mark.parametrize('made', ['a:', 'a:bs', ':bs=2', 'a:lr,bs=2'])
+def test_a_rung_is_refused_in_its_own_words(launched, monkeypatch, capsys, tmp_path, made):
+    code,_,err = command(monkeypatch, capsys, 'ladder', 'digits-xresnet18', '--rung', made, '--out', tmp_path)
+    assert code == 2 and not launched and '--rung' in err and '--set' not in err
 
 
 def test_a_letter_means_the_same_in_every_command():

@@ -5,13 +5,15 @@ import json
 import math
 import random
 import re
+import shutil
 import subprocess
 import sys
+from statistics import geometric_mean
 
 import pytest
 
 from fastbench import cli
-from fastbench.compare.runs import NotComparable, compare, differences, load_side, overall, run_values
+from fastbench.compare.runs import Compared, NotComparable, compare, differences, load_side, overall, run_values
 from fastbench.compare.verdict import percent, roughly, signed
 from fastbench.machine.download import DataUnavailable
 from fastbench.measure.phases import Profile, to_dict
@@ -242,6 +244,90 @@ def test_what_is_meant():
     assert not differences(side(), side(1, data=dict(name='photos', version='9', fingerprint='x')), on=['data'])[0]
 
 
+# What would be counted twice, judged twice or not at all
+
+def written(runs, folder):
+    for o in runs: save(o, folder)
+    return folder
+
+
+def test_a_copy_of_a_run_is_no_second_measurement(tmp_path):
+    a,b = side(n=2),side(1)
+    written(a, tmp_path/'a')
+    for i in range(4): shutil.copy(a[0].path, tmp_path/'a'/f'backup-{i}.json')
+    assert load_side(tmp_path/'a')[1] == ['passed over: 4 copies of Runs that are there already']
+    c = compare([a[0], a[0], a[1]], b)
+    assert c.verdicts['overall', 'fit'].n == 2 and '1 copy of Runs' in str(c) and 'too few runs' in str(c)
+    with pytest.raises(UserError, match=f'the Run {a[0].id} stands twice in A'): Compared([a[0], a[0]], b)
+
+
+def test_figures_of_a_row_say_what_its_change_says():
+    "One run of A took ten times as long: arithmetic means would call B faster"
+    a,b = side(),side(1)
+    for o in b: o.seconds *= 1.085
+    a[0].seconds *= 2
+    c = compare(a, b, price=(1, 1))
+    r = row(c, 'overall', 'fit')
+    assert r['b']/r['a'] == pytest.approx(r['ratio']) and (sum(o.seconds for o in b) > sum(o.seconds for o in a)) != (r['ratio'] > 1)
+    assert c.price['epoch']['b']/c.price['epoch']['a'] == pytest.approx(c.price['epoch']['ratio'])
+
+
+def test_table_and_gate_agree_on_the_whole():
+    "`overall` is judged by itself in both, however many phases there are"
+    phases = {o: .02 for o in ('draw', 'forward', 'backward', 'opt_step')}
+    for k in range(12):
+        a,b = ([make(100*k+i, s, phases=phases, spread=.02) for i in range(8)] for s in (0, 1))
+        for o in b: o.seconds *= 1.06
+        c = compare(a, b, threshold=.05)
+        assert (row(c, 'overall', 'fit')['verdict'] == 'slower') == (('overall', 'fit') in c.slower_than(.05))
+
+
+def test_a_gate_with_nothing_to_judge(monkeypatch, capsys, tmp_path):
+    a,b = side(epochs=1),side(1, epochs=2)
+    for o in (*a, *b): o.profile = None
+    written(a, tmp_path/'a'), written(b, tmp_path/'b')
+    monkeypatch.setattr(sys, 'argv', ['fastbench', 'compare', str(tmp_path/'a'), str(tmp_path/'b'), '--on', 'epochs', '--fail-above', '5%'])
+    with pytest.raises(SystemExit) as e: cli.main()
+    assert e.value.code == 2 and 'no time was measured on both sides' in capsys.readouterr().err
+
+
+def test_two_devices_of_one_machine_in_turns_are_pairs():
+    a,b = side(),side(1, scale=1.15)
+    for o in b: o.device = dict(o.device, name='another')
+    assert compare(a, b).paired
+    b[3].device = dict(b[3].device, name='a third')
+    assert not compare(a, b).paired
+    a[0].device = b[0].device = dict(name=['no', 'text'])
+    assert not compare(a, b).paired
+
+
+@pytest.mark.parametrize('odd', [math.inf, math.nan, None, True, '97%'])
+def test_an_accuracy_that_is_no_number(odd):
+    a,b = side(),side(1)
+    a[4].metrics['accuracy'] = odd
+    c = compare(a, b)
+    assert c.accuracy is None and 'accuracy is not compared' in str(c)
+    json.loads(c.to_json(), parse_constant=lambda o: pytest.fail(o))
+
+
+def test_doubts_are_said_below_the_table():
+    a,b = side(spread=.001),side(1, spread=.001)
+    for o in b: o.seconds *= 1.1
+    for o,x in zip(b, (1.2, .95, .96, .95, .97, 1.4, .95, 1.3, .96, 1.5)): o.seconds *= x
+    c = compare(a, b, threshold=0)
+    whole = row(c, 'overall', 'fit')
+    assert ('robust interval' in whole['why']) == ('the robust interval holds no difference of overall fit' in str(c))
+    many = compare(side(), side(1, scale=1.012), threshold=0)
+    lost = [f"{r['phase']} {r['action']}" for r in many.rows if 'can be chance' in r['why']]
+    assert ('it can be chance: ' + ', '.join(lost) in str(many)) == bool(lost)
+
+
+@pytest.mark.parametrize('what,why', [('nofile.json', 'is not there'), ('nofolder/', 'is not there'), ('a/b', 'is not there'), ('', 'a variable of the shell')])
+def test_a_side_that_is_not_there(tmp_path, what, why):
+    written(side(n=1), tmp_path)
+    with pytest.raises(UserError, match=why): load_side(what, tmp_path)
+
+
 # What an epoch costs
 
 def reached(runs, scale=1.):
@@ -255,7 +341,7 @@ def test_the_price_of_an_epoch():
     c = compare(a, b, price=(.36, 1.08))
     p = c.price['epoch']
     assert c.price['per_hour'] == [.36, 1.08] and c.price['target'] is None and p['verdict'] == 'more expensive' and p['low'] < 1.5 < p['high']
-    assert p['a'] == pytest.approx(sum(o.seconds for o in a)/10/4/3600*.36) and p['ratio'] == pytest.approx(3*row(c, 'overall', 'fit')['ratio'])
+    assert p['a'] == pytest.approx(geometric_mean(o.seconds for o in a)/4/3600*.36) and p['ratio'] == pytest.approx(3*row(c, 'overall', 'fit')['ratio'])
     assert re.search(r'^an epoch costs 0\.0000[0-9]+ on A and 0\.000[0-9]+ on B \(0\.36 and 1\.08 an hour\): 5[0-9.]+% more expensive on B \(\+4', str(c), re.M), str(c)
     assert json.loads(c.to_json())['price'] == json.loads(json.dumps(c.price))
     d = compare(b, a, price=(1.08, .36))
@@ -323,7 +409,7 @@ def test_sides(tmp_path):
     assert c.paired and len(c.runs) == 12 and 'passed over:' in str(c) and 'cut.json' in str(c)
     for o in side(1, n=6, name='photos'): save(o, a)
     assert len(load_side('digits', a)[0]) == 6 and len(load_side('photos', a)[0]) == 6 and len(load_side('last', a)[0]) == 1
-    assert [o.id for o in load_side([make(), str(a/f'{make().id}.json'), make().id], a)[0]] == [make().id]*3
+    assert [o.id for o in load_side([make(), str(a/f'{make().id}.json'), make().id], a)[0]] == [make().id]  # one Run, whatever names it
     for missing in (tmp_path/'nothing', tmp_path/'nothing'/'x.json', tmp_path/'empty'):
         (tmp_path/'empty').mkdir(exist_ok=True)
         with pytest.raises(DataUnavailable) as e: load_side(missing, a)

@@ -268,7 +268,7 @@ def test_steps(kept, tmp_path):
     for o,read in (('csv', pd.read_csv), ('parquet', pd.read_parquet)):
         n,bad = export(tmp_path/f's.{o}', kept, steps=True)
         got = read(tmp_path/f's.{o}')
-        assert n == 7 and len(bad) == 1 and len(got) == 10 and list(got['id'].unique()) == [one.stem, two.stem] and got.seconds.sum() == df.seconds.sum()
+        assert n == 2 and len(bad) == 5 and sum('has no profile, so no steps' in o for o in bad) == 4 and len(got) == 10 and list(got['id'].unique()) == [one.stem, two.stem] and got.seconds.sum() == df.seconds.sum()
     assert len(steps(kept, recipe='digits')) == 0 and list(steps(kept, recipe='nosuch').columns) == query.STEP_COLUMNS
 
 
@@ -277,6 +277,7 @@ def test_an_export_that_fails_leaves_what_was_there(kept, tmp_path, monkeypatch)
         with pytest.raises(UserError, match='.csv or .parquet'): export(tmp_path/o, kept)
     with pytest.raises(UserError, match='cannot be written: No such file'): export(tmp_path/'nowhere'/'a.csv', kept)
     export(tmp_path/'a.parquet', kept)
+    with pytest.raises(UserError, match='nowhere is not there'): export(tmp_path/'a.parquet', tmp_path/'nowhere')
     before = (tmp_path/'a.parquet').read_bytes()
     monkeypatch.setitem(sys.modules, 'pyarrow', None)
     with pytest.raises(UserError, match=r"fastbench\[table\]"): export(tmp_path/'a.parquet', kept)

@@ -12,7 +12,7 @@ from typing import Optional
 
 import typer
 
-from .compare import gate, print_compared
+from .compare import answers, gate, print_compared
 from ..runs.store import FOLDER
 from ..errors import plural
 from fastbench.command.options import (
@@ -58,12 +58,14 @@ def ab(
     "Train A and B in turns, and say which is faster."
     from fastbench.compare.ab import open_ab
     changed,same = (dict(map(field, o or ())) for o in (fields, both))
-    how = dict(pairs=pairs, budget=budget, early=not all_pairs, threshold=.01 if threshold is None else threshold)
+    how = dict(pairs=pairs, budget=budget, early=not all_pairs, limit=fail_above,
+               threshold=.01 if threshold is None else threshold)
     how |= dict(both=same, python=python or (), on=on or (), anyway=anyway, folder=out, device=device, offline=offline,
                nproc=nproc, strategy=strategy, place=place)
-    with open_ab(a, b, against, changed, **how) as trial: code = _measure(trial)
-    if not trial.a: raise typer.Exit(code)
-    c = trial.result()
+    with answers(as_json):
+        with open_ab(a, b, against, changed, **how) as trial: code = _measure(trial)
+        if not trial.a: raise typer.Exit(code)
+        c = trial.result()
     print_compared(c, markdown, as_json)
     if not as_json: say(_ready(c, out))
     if fail_above is not None and not code: gate(c, fail_above)

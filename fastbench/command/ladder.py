@@ -15,17 +15,18 @@ from ..errors import UserError
 from ..ladders import Rung, ladders
 from ..runs.store import FOLDER, check_folder, load
 from .options import (
-    Device, Json, LabelCol, Markdown, Nproc, Offline, Out, Precision, Strategy, TextCol, Valid, argument, field,
-    given, held_out, option, placed)
+    Device, Json, LabelCol, Markdown, Nproc, Offline, Out, Plot, Precision, Strategy, TextCol, Valid, argument,
+    field, given, held_out, option, placed)
 from .terminal import app, draw, example, print_table, run_all
 
 # %% ../../nbs/command/05_ladder.ipynb #d6051b4e
 def _rung(text):
     "`bigger:bs=128,lr=.01` as a `Rung`"
-    name,colon,changes = text.partition(':')
-    if not colon or not name.strip():
+    name,_,changes = text.partition(':')
+    each = re.split(r',(?=\s*\w+=)', changes)
+    if not name.strip() or not all(re.match(r'\s*\w+\s*=', o) for o in each):
         raise UserError(f'--rung {text!r} cannot be: write NAME:FIELD=VALUE, such as --rung bigger:bs=128')
-    return Rung(name.strip(), changes, dict(map(field, re.split(r',(?=\s*\w+=)', changes))))
+    return Rung(name.strip(), changes, dict(map(field, each)))
 
 # %% ../../nbs/command/05_ladder.ipynb #3233982c
 @app.command(epilog=example('fastbench ladder dawn-photos --repeats 3'))
@@ -46,7 +47,7 @@ def ladder(
     epochs:option(int, 'Epochs of each rung, at most.', min=1)=None,
     device:Device=None, nproc:Nproc=None, strategy:Strategy=None, place=None,
     out:Out=Path(FOLDER),
-    plot:option(Path, 'Save the picture here, as PNG or SVG.')=None,
+    plot:Plot=None,
     markdown:Markdown=False,
     offline:Offline=False,
     as_json:Json=False,

@@ -12,7 +12,7 @@ from typing import Optional
 from ..errors import UserError
 from ..runs.store import FOLDER
 from .options import Anyway, On, Out, Threshold, argument, option
-from .terminal import app, example, kept_like, near
+from .terminal import app, example, kept_like, near, say
 
 # %% ../../nbs/command/06_report.ipynb #26b2a2b4
 @app.command(epilog=example('fastbench report ab:B --against ab:A -o report.html'))
@@ -37,3 +37,4 @@ def report(
     how = dict(title=title, on=on or (), anyway=anyway, threshold=.01 if threshold is None else threshold)
     res = report(*(runs or ['last']), out=page, against=list(against) if against else None, folder=out, **how)
     print(f'{near(page)}: {res}')
+    for o in res.refused if against else (): say(f'fastbench: {o}')

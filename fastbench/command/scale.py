@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from .options import (
-    Device, Json, Markdown, Offline, Out, ShowOutput, Strategy, argument, field, option)
+    Device, Json, Markdown, Offline, Out, Plot, ShowOutput, Strategy, argument, field, option)
 from .terminal import Job, app, complain, draw, example, names_like, print_table, run_all
 from ..errors import UserError
 from ..recipe import but, get_recipe
@@ -40,7 +40,7 @@ def scale(
     fields:option(list[str], 'A field of the recipe; may be repeated.', '--set', metavar='FIELD=VALUE')=None,
     device:Device=None,
     out:Out=Path(FOLDER),
-    plot:option(Path, 'Save the picture here, as PNG or SVG.')=None,
+    plot:Plot=None,
     show_output:ShowOutput=False, offline:Offline=False, markdown:Markdown=False, as_json:Json=False,
 ):
     "Measure scaling efficiency from one process to several. (The ladder of images is `fastbench ladder scale`.)"

@@ -17,8 +17,8 @@ from ..own.suite import is_suite_file, read_suite
 from ..recipe import but, expand, get_recipe, suites
 from ..runs.store import FOLDER, check_folder, load
 from .options import (
-    AtPrecision, CheckpointInterval, Device, Json, LabelCol, Nproc, Offline, Out, Resume, ShowOutput, Strategy,
-    TextCol, Valid, argument, field, flag, given, held_out, option, placed, samples)
+    AtPrecision, CheckpointInterval, Device, Json, LabelCol, Nproc, Offline, Out, Plot, Resume, ShowOutput,
+    Strategy, TextCol, Valid, argument, field, flag, given, held_out, option, placed, samples)
 from .terminal import (
     app, draw, example, full, names_like, print_json, print_runs, print_table, run_all, told_as_run)
 
@@ -45,7 +45,7 @@ def run(
     workers:option(int, 'Number of loader processes.', min=0)=None,
     seed:option(int, 'Seed of the first repeat.', min=0)=None,
     fields:option(list[str], 'Any other field of the recipe; may be repeated.', '--set', metavar='FIELD=VALUE')=None,
-    out:Out=Path(FOLDER), plot:option(Path, "Save the picture of the suite's table here, as PNG or SVG.")=None,
+    out:Out=Path(FOLDER), plot:Plot=None,
     energy:flag('Measure the joules of each epoch, if the machine can; needs the extra `energy`.', '--energy')=False,
     checkpoint_every:CheckpointInterval=None, resume:Resume=False, show_output:ShowOutput=False,
     offline:Offline=False, as_json:Json=False,

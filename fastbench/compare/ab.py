@@ -161,6 +161,7 @@ class AB:
                  pairs:int=10, # At most
                  budget:float|None=None, # Seconds, at most
                  early:bool=True, # Stop when the answer is clear
+                 limit:float|None=None, # A share: nor is it clear while B may or may not be slower by more than this
                  run=(launch, launch), # Who makes a run of A, and of B: as `launch`
                  folder=FOLDER, # Where Runs are kept
                  seed:int=0, # Of the order within pairs
@@ -169,7 +170,7 @@ class AB:
                  **compared, # Of `Compared`: on, anyway, threshold
         ):
         if pairs < 1: raise UserError(f'pairs={pairs} cannot be: 1 or more, {MIN_RUNS} for a verdict')
-        self.recipes,self.pairs,self.budget,self.early,self.first = (a, b),pairs,budget,early,None
+        self.recipes,self.pairs,self.budget,self.early,self.limit,self.first = (a, b),pairs,budget,early,limit,None
         self.run,self.folder,self.tell,self.compared = run,folder,tell,compared
         self.random,self.clock,self.start = Random(seed),clock,clock()
         self.looks,self.looked,self.why,self.level = looks(pairs)[:-1],0,'',None
@@ -190,7 +191,7 @@ def warm_up(self:AB):
 def _one(self:AB, k, turn):
     i = len(self.a)
     run = load(self.run[k](self.recipes[k], self.folder, repeat=i, tell=self.tell))
-    run.extra['ab'] = dict(side='AB'[k], pair=i, turn=turn, of=self.id)
+    run.extra['ab'] = dict(side='AB'[k], pair=i, turn=turn, of=self.id, level=last_level(self.looked))
     save(run, self.folder)
     if run.status == 'ok': return run
     error = f' ({run.error})' if run.error else ''
@@ -205,6 +206,19 @@ def measure(self:AB):
     self.b.append(got[1])
     if len(self.a) == 1: self.result()  # is it comparable?
 
+# %% ../../nbs/compare/06_ab.ipynb #3f0c92d1
+@patch
+def _is_clear(self:AB):
+    v = overall(self.result(EARLY).verdicts)
+    return v.verdict != 'unknown' and (self.limit is None or not v.low <= 1+self.limit <= v.high)
+
+@patch
+def _keep_level(self:AB):
+    "Write the level that is left into the last pair, for whoever compares these Runs later"
+    for run in (self.a[-1], self.b[-1]):
+        run.extra['ab']['level'] = self.level or last_level(self.looked)
+        save(run, self.folder)
+
 # %% ../../nbs/compare/06_ab.ipynb #fa207af3
 @patch(as_prop=True)
 def over(self:AB)->bool:
@@ -215,8 +229,8 @@ def over(self:AB)->bool:
         self.why = f'the budget of {seconds(self.budget)} holds no other pair'
     elif self.early and n in self.looks:
         self.looked,self.looks = self.looked+1,[o for o in self.looks if o > n]
-        v = overall(self.result(EARLY).verdicts)
-        if v.verdict != 'unknown': self.why,self.level = 'the answer is clear',EARLY
+        if self._is_clear(): self.why,self.level = 'the answer is clear',EARLY
+        self._keep_level()
     return bool(self.why)
 
 @patch
@@ -308,6 +322,7 @@ def ab(a, # A recipe or its name, a function that returns a Learner or its name
        on=(), # What else is meant to differ, as in `compare`
        anyway:bool=False, # Compare what is not comparable, and say so
        threshold:float=.01, # A share: a difference up to this does not matter
+       limit:float|None=None, # A share, of a gate: pairs go on while B may or may not be slower by more than this
        folder=FOLDER, # Where the Runs are kept
        device=None, # Where; fastai's default device if None
        offline:bool=False, # Never open a connection
@@ -321,7 +336,7 @@ def ab(a, # A recipe or its name, a function that returns a Learner or its name
     )->Compared: # rows, notes, `plot`; raises `NotComparable`, `RunFailed`, `Interrupted`
     "Train A and B in turns: which is faster?"
     how = dict(both=both, python=python, on=on, anyway=anyway, folder=folder, device=device, offline=offline,
-               pairs=pairs, budget=budget, early=early, threshold=threshold, tell=tell, nproc=nproc, strategy=strategy,
+               pairs=pairs, budget=budget, early=early, threshold=threshold, limit=limit, tell=tell, nproc=nproc, strategy=strategy,
                place=place)
     with open_ab(a, b, against, {**(changes or {}), **more}, **how) as trial:
         trial.warm_up()

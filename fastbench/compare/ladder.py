@@ -19,7 +19,7 @@ from ..ladders import Ladder, Rung, get_ladder, ladders
 from ..own.source import is_own
 from ..recipe import but, get_recipe, recipes
 from ..measure.table import Table, seconds
-from .verdict import compare_times
+from .verdict import compare_times, geometric
 
 # %% ../../nbs/compare/05_ladder.ipynb #b9fffb45
 def _figures(run):
@@ -31,6 +31,7 @@ def _figures(run):
                 precision=run.precision.get('effective'))
 
 # %% ../../nbs/compare/05_ladder.ipynb #98caa833
+_means = ('seconds', 'step')  # of which speed-ups are the ratios
 _middles = ('seconds', 'compile', 'epochs', 'accuracy', 'draw', 'step', 'flops', 'share', 'peak')
 
 def _several(runs):
@@ -39,7 +40,7 @@ def _several(runs):
 
 def _row(rung, runs, figures):
     ok = [f for r,f in zip(runs, figures) if r.status == 'ok']
-    row = {k: middle([o[k] for o in ok]) for k in _middles} if ok else {}
+    row = {k: (geometric if k in _means else middle)([o[k] for o in ok]) for k in _middles} if ok else {}
     reached = [o['seconds'] for o in ok if o['seconds'] is not None]
     all_there = len(reached) == len(runs)
     status = 'not run' if not runs else 'ok' if all_there else 'target not reached' if ok else runs[-1].status
@@ -133,7 +134,7 @@ class LadderTable(Table):
         return json.dumps(dict(ladder=self.ladder.name) | json.loads(super().to_json()), indent=1)
 
 # %% ../../nbs/compare/05_ladder.ipynb #42352d59
-_REPEATED = ('seconds are medians of the repeats; speed-ups means of their ratios, with 95% intervals, '
+_REPEATED = ('seconds are geometric means of the repeats; speed-ups means of their ratios, with 95% intervals, '
              'each by itself')
 _ONCE = 'one run of each: differences of a few percent are chance'
 

@@ -7,6 +7,7 @@ __all__ = ['time_rounds', 'step_seconds', 'time_pairs', 'compare_pairs', 'at_lea
 
 # %% ../../nbs/compare/01_paired.ipynb #d2d85706
 from functools import partial
+from numbers import Integral, Real
 from random import Random
 from statistics import mean, median
 from time import perf_counter
@@ -23,7 +24,7 @@ def _seconds(work, clock):
     "Seconds of a call: by the clock, or as returned by the function"
     start = clock()
     told = work()
-    return told if isinstance(told, float) else clock() - start
+    return float(told) if isinstance(told, Real) and not isinstance(told, Integral) else clock() - start
 
 def _round(work, rng, back, clock):
     "Seconds of each, run forwards and then backwards"
@@ -96,7 +97,7 @@ def compare_pairs(pairs:list, # As `time_pairs` gives them
                   threshold:float=.01, # A share: a difference up to this does not matter
     )->Verdict: # As of `compare_times`; `speedup` says how many times as fast b is
     "Is `b` faster than `a`?"
-    return compare_times(*map(list, zip(*pairs)), threshold=threshold)
+    return compare_times([a for a,_ in pairs], [b for _,b in pairs], threshold=threshold)
 
 def at_least(pairs:list, # As `time_pairs` gives them
              bar:float, # Times as fast

@@ -7,11 +7,10 @@ __all__ = ['check_price', 'epoch_seconds', 'costs', 'money', 'cost_lines']
 
 # %% ../../nbs/compare/02_price.ipynb #a5b35025
 from math import floor, isfinite, log10
-from statistics import mean
 
 from ..errors import UserError
 from ..rules import is_number
-from .verdict import MIN_RUNS, compare_times, signed
+from .verdict import MIN_RUNS, compare_times, geometric, signed
 
 # %% ../../nbs/compare/02_price.ipynb #c0fe61aa
 def check_price(price # Of an hour of A, of an hour of B
@@ -38,7 +37,7 @@ def _cost(xs, ys, price, **how):
     if not all((*xs, *ys)): return None
     a,b = ([x*p/3600 for x in s] for s,p in zip((xs, ys), price))
     v = compare_times(a, b, **how)
-    res = dict(a=mean(a), b=mean(b), verdict=_verdicts.get(v.verdict, v.verdict))
+    res = dict(a=geometric(a), b=geometric(b), verdict=_verdicts.get(v.verdict, v.verdict))
     return res | {k: getattr(v, k) for k in ('ratio', 'low', 'high', 'n', 'n_b', 'threshold')}
 
 def costs(a:list, # `Run`s

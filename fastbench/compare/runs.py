@@ -7,6 +7,7 @@ __all__ = ['AMOUNT', 'accuracies', 'overall', 'Compared', 'compare', 'plot_compa
 
 # %% ../../nbs/compare/03_runs.ipynb #fbc38350
 import json
+from math import isfinite
 from statistics import mean
 from textwrap import wrap
 
@@ -14,19 +15,33 @@ from fastcore.basics import patch
 
 from ..measure.phases import middle
 from ..errors import UserError, plural
+from ..rules import is_number
 from ..runs.record import when
 from .price import check_price, cost_lines, costs
 from .sides import NotComparable, differences, is_intended, load_side, run_values, said, shared_keys
 from ..runs.store import FOLDER
 from ..measure.table import Table, rate, seconds
-from .verdict import (MIN_RUNS, compare_times, effect, family, percent, roughly, shown_above, signed,
-                                       t_quantile)
+from .verdict import (MIN_RUNS, compare_times, effect, family, geometric, percent, roughly,
+                                       shown_above, signed, t_quantile)
 
 # %% ../../nbs/compare/03_runs.ipynb #1e09deba
+def _mark(run): # of a trial of `ab`: side, pair, of, level
+    return o if isinstance(o := run.extra.get('ab'), dict) else {}
+
+def _of_one_trial(runs): return len({str(_mark(o).get('of')) for o in runs}) == 1 and all('of' in _mark(o) for o in runs)
+
+def _trial_pairs(a, b):
+    "Whole pairs of a trial of `ab`, or None"
+    if not _of_one_trial([*a, *b]): return None
+    x,y = ({_mark(o).get('pair'): o for o in s} for s in (a, b))
+    return [(x[i], y[i]) for i in x if i in y] if len(x) == len(a) and len(y) == len(b) else None
+
 def _pairs(a, b):
     "Pairs of Runs that ran in turns, or None: one of each took no turns"
+    if duos := _trial_pairs(a, b): return duos
     if len(a) != len(b) or len(a) < 2 or not all(when(o.id) for o in (*a, *b)): return None
-    if len({(o.environment.get('host'), o.device.get('name')) for o in (*a, *b)}) > 1: return None
+    if len({str(o.environment.get('host')) for o in (*a, *b)}) > 1: return None
+    if any(len({str(o.device.get('name')) for o in s}) > 1 for s in (a, b)): return None
     both = sorted([(when(o.id), 0, o) for o in a] + [(when(o.id), 1, o) for o in b], key=lambda o: o[:2])
     duos = [sorted(both[i:i+2], key=lambda o: o[1]) for i in range(0, len(both), 2)]
     return [(x[2], y[2]) for x,y in duos] if all((x[1], y[1]) == (0, 1) for x,y in duos) else None
@@ -52,7 +67,7 @@ def _good(a, b, paired):
         if not duos: raise UserError(f'of no pair both Runs went well ({why}): paired=False compares what is left')
         na,nb = map(list, zip(*duos))
     else: na,nb = [o for o in a if _ok(o)],[o for o in b if _ok(o)]
-    return na,nb,bool(duos),_left_out(len(a)+len(b)-len(na)-len(nb), why, duos)
+    return na,nb,bool(duos),_left_out(len(a)+len(b)-len(na)-len(nb), why or 'the other one is missing', duos)
 
 # %% ../../nbs/compare/03_runs.ipynb #f350c6e6
 def accuracies(a:list, # `Run`s
@@ -61,7 +76,7 @@ def accuracies(a:list, # `Run`s
     )->dict|None: # a, b: means; difference of b, low, high: its 95% interval; verdict: better, worse, unknown
     "Is one side more accurate?"
     xs,ys = ([o.metrics.get('accuracy') for o in s] for s in (a, b))
-    if not all(isinstance(o, (int, float)) and o == o for o in (*xs, *ys)): return None
+    if not all(is_number(o) and isfinite(o) for o in (*xs, *ys)): return None
     res = dict(a=mean(xs), b=mean(ys), difference=mean(ys)-mean(xs), low=None, high=None, verdict='unknown')
     if min(len(xs), len(ys)) < MIN_RUNS: return res
     d,se,df = effect(xs, ys, paired)
@@ -110,8 +125,9 @@ def _compare_row(k, v, va, vb):
     d = _as_shown(v, kind)
     if kind == 'memory': d['why'] = d['why'].replace('faster by', 'less by').replace('slower by', 'more by')
     text = percent(v.ratio) if kind == 'time' else _change(d['ratio'])
-    def of(values, what): return mean(o[k][what] for o in values)
-    head = dict(phase=k[0], action=k[1], kind=kind, a=of(va, 'value'), b=of(vb, 'value'), share=of(vb, 'share'))
+    def figure(values): return geometric([o[k]['value'] for o in values])
+    share = mean(o[k]['share'] for o in vb)
+    head = dict(phase=k[0], action=k[1], kind=kind, a=figure(va), b=figure(vb), share=share)
     return head | dict(change=text) | d | dict(verdict=_words.get(kind, {}).get(d['verdict'], d['verdict']))
 
 def _compare_rows(a, b, at, paired, threshold, level, same_work):
@@ -123,6 +139,13 @@ def _compare_rows(a, b, at, paired, threshold, level, same_work):
     return [_compare_row(k, v, va, vb) for k,v in vs.items()],vs,some,tiny
 
 # %% ../../nbs/compare/03_runs.ipynb #4fb12cf5
+def _known(runs): return list(filter(_ok, runs)) or runs  # one that failed early does not know all of its work
+
+def _level_of(runs):
+    "The chance of an error that the early looks of a trial left"
+    marks = [_mark(o) for o in runs] if _of_one_trial(runs) else []
+    return min((o['level'] for o in marks if is_number(o.get('level'))), default=.05)
+
 def _name(runs):
     r = runs[0]
     parts = r.recipe.get('name', ''),str(r.precision.get('effective') or ''),str(r.device.get('name') or '')
@@ -132,6 +155,9 @@ def _check_sides(a, b):
     both = {o.id for o in a} & {o.id for o in b}
     if both: raise UserError(f'the Run {sorted(both)[0]} stands on both sides: a Run is not compared with itself')
     if not a or not b: raise UserError('a side is empty: there is nothing to compare')
+    for name,ids in (('A', [o.id for o in a]), ('B', [o.id for o in b])):
+        twice = next((o for o in ids if ids.count(o) > 1), None)
+        if twice: raise UserError(f'the Run {twice} stands twice in {name}: a Run counts once')
 
 def _refuse(found):
     raise NotComparable(f"not comparable: {'; '.join(map(said, found))}. `--on FIELD` names what is meant to differ, "
@@ -152,14 +178,15 @@ class Compared(Table):
                  paired=None, # Are they pairs?
                  on=(), # Fields that are meant to differ
                  least=.001, # A share of the fit
-                 level=.05, # Chance of an error
+                 level=None, # Chance of an error; None: what the early looks of a trial left, .05 of other Runs
                  price=None, # Of an hour of A, of an hour of B
         ):
+        level = level or _level_of([*a, *b])
         self.a,self.b,self.threshold,self.on,self.level = a,b,threshold,list(on),level
         self.columns = [(k, h.replace('95', f'{100*(1-level):.4g}'), f) for k,h,f in self.columns]
         self.runs = [*a, *b]
         _check_sides(a, b)
-        self.differences,self.environment,self.meant = differences(a, b, on)
+        self.differences,self.environment,self.meant = differences(_known(a), _known(b), on)
         if self.differences and not anyway: _refuse(self.differences)
         na,nb,self.paired,left = _good(a, b, paired)
         self.work = [d for d in self.meant + self.differences if d['field'] in AMOUNT]
@@ -167,7 +194,7 @@ class Compared(Table):
         self.accuracy = accuracies(na, nb, self.paired)
         self.price = self._priced(na, nb, price)
         self.title = f'{_name(nb)} (B) against {_name(na)} (A){self._headline()}'
-        self.notes = [*self._about(na, nb), *self._not_compared(least, some, tiny), *left, *self._quality(),
+        self.notes = [*self._about(na, nb), *self._not_compared(least, some, tiny), *left, *self._doubts(), *self._quality(),
                       *self._cost(price), *self._where(), *self._trouble()]
 
 # %% ../../nbs/compare/03_runs.ipynb #977cb5c5
@@ -176,10 +203,12 @@ def _headline(self:Compared):
     "What the verdict on the whole allows to say"
     v = overall(self.verdicts)
     if v is None: return ''
+    little = f'{v.verdict} by less than 0.1%'
     what = 'overall' if ('overall', 'fit') in self.verdicts else 'a sample'
     if _is_few(v): return f': too few runs to tell (you need at least {MIN_RUNS})'
     if v.verdict == 'unknown': return f': {what}: cannot tell ({signed(v.low)} to {signed(v.high)} time)'
-    return f': {what} {percent(v.ratio)}' if v.verdict != 'same' else f": {what}: {v.why.split(';')[0]}"
+    if v.verdict == 'same': return f": {what}: {v.why.split(';')[0]}"
+    return f": {what} {little if percent(v.ratio) == 'no difference' else percent(v.ratio)}"
 
 @patch(as_prop=True)
 def faster_but_worse(self:Compared): # 'a', 'b' or None
@@ -192,9 +221,11 @@ def faster_but_worse(self:Compared): # 'a', 'b' or None
 def slower_than(self:Compared, limit, # A share: .05 is 5%
                 least=.01, # Phases below this share of B's fit stay out
     )->list: # (phase, action)
-    "The times that are shown to be slower by more than `limit`, as a family of those that weigh at least `least`"
+    "Times shown to be slower by more than `limit`: `overall` by itself, those that weigh at least `least` as a family"
     times = {(r['phase'], r['action']) for r in self.rows if r['kind'] == 'time' and r['share'] >= least}
-    return shown_above({k: v for k,v in self.verdicts.items() if k in times}, limit)
+    each,whole = {k: v for k,v in self.verdicts.items() if k in times},overall(self.verdicts)
+    alone = {k: v for k,v in each.items() if v is whole}
+    return shown_above(alone, limit) + shown_above({k: v for k,v in each.items() if k not in alone}, limit)
 
 # %% ../../nbs/compare/03_runs.ipynb #0b455430
 _said = dict(unknown='cannot tell', same='no difference') # What a person reads
@@ -222,7 +253,7 @@ def _how(self:Compared, a, b):
     "How the runs were taken, and what a verdict means"
     n = min(len(a), len(b))
     apart = f"{len(a)} and {plural(len(b), 'run')}, not in pairs (Welch)"
-    yield ((f"{plural(n, 'pair')}, run in turns" if self.paired else apart) + ': figures are means of the runs, '
+    yield ((f"{plural(n, 'pair')}, run in turns" if self.paired else apart) + ': figures are geometric means of the runs, '
            'changes percent of the time (memory, samples/s) of A')
     if n < MIN_RUNS: yield f'no verdicts: they need {MIN_RUNS} runs a side'
     else:
@@ -254,12 +285,23 @@ def _not_compared(self:Compared, least, some, tiny):
     if some: yield f'not compared, as not every Run has it: {names(some)}'
     if tiny: yield f'not compared, below {100*least:g}% of the fit: {names(tiny)}'
 
+# %% ../../nbs/compare/03_runs.ipynb #7d1a60e1
+@patch
+def _doubts(self:Compared):
+    "Verdicts that outliers may have made, and those that were lost as one of many"
+    def those(text): return ', '.join(f"{r['phase']} {r['action']}" for r in self.rows if text in r['why'])
+    if ks := those('robust interval'): yield f'outliers may have made the verdict: the robust interval holds no difference of {ks}'
+    if ks := those('can be chance'): yield f'alone it would be a verdict, as one of {len(self.rows)-1} it can be chance: {ks}'
+
 # %% ../../nbs/compare/03_runs.ipynb #c34d2897
 @patch
 def _quality(self:Compared):
     "Accuracy, and whether speed was bought with it"
     acc,worse = self.accuracy,self.faster_but_worse
-    if not acc: return
+    if not acc:
+        some = any('accuracy' in o.metrics for o in self.runs if _ok(o))
+        if some: yield 'accuracy is not compared: not every Run has one that is a number'
+        return
     few = acc['low'] is None
     inside = '' if few else f" ({100*acc['low']:+.2f} to {100*acc['high']:+.2f})"
     yield (f"accuracy: A {acc['a']:.2%}, B {acc['b']:.2%}: {100*acc['difference']:+.2f} points{inside}"

@@ -13,10 +13,9 @@ from ..bench.processes import STRATEGIES, Starter, strategy_of
 from .ladder import rounds
 from .precision import warned
 from .sides import NotComparable, differences, said
-from .verdict import compare_times
+from .verdict import compare_times, geometric
 from ..errors import UserError, plural, unknown
 from ..machine.environment import worker_cores
-from ..measure.phases import middle
 from ..measure.table import Table, rate
 from ..recipe import but, get_recipe
 from ..runs.record import Run
@@ -97,7 +96,7 @@ def _check_same(base, runs, kind):
 def _row(processes, runs, base):
     n,strategy = processes
     ok = [o for o in runs if o.status == 'ok']
-    whole = middle([o.figures.rate for o in ok])
+    whole = geometric([o.figures.rate for o in ok])
     got = efficiency([o for o in base if o.status == 'ok'], ok) if n > 1 else {}
     status = next((o.status for o in runs if o.status != 'ok'), 'ok')
     return dict(processes=n, strategy=strategy or None, bs=runs[0].recipe.get('bs'), n=len(ok), status=status,
@@ -153,7 +152,7 @@ def _verdict(rows):
 
 # %% ../../nbs/compare/09_scaling.ipynb #64b2005d
 _ONCE = 'one Run of each, so no interval: differences of a few percent are chance'
-_REPEATED = ('rates are medians of the repeats; efficiency is a mean over rounds of per-device samples/s against one '
+_REPEATED = ('rates are geometric means of the repeats; efficiency is a mean over rounds of per-device samples/s against one '
              'process')
 
 def _steps(run):
@@ -176,7 +175,7 @@ def _about(self:ScalingTable):
 @patch
 def _trouble(self:ScalingTable):
     "What failed, and what spoils a figure"
-    yield from (f"{r['processes']} processes: {r['status']}" for r in self.rows if r['status'] != 'ok')
+    yield from (f"{plural(r['processes'], 'process', 'processes')}: {r['status']}" for r in self.rows if r['status'] != 'ok')
     if self.rows[0]['processes'] > 1: yield 'no Run of one process, so no efficiency'
     usable,most = self.runs[0].environment.get('cores', {}).get('usable'),self.rows[-1]['processes']
     if usable and most > usable and self.runs[0].device.get('kind') == 'cpu':

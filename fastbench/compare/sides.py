@@ -6,10 +6,10 @@
 __all__ = ['load_side', 'NotComparable', 'work', 'is_intended', 'differences', 'said', 'run_values', 'shared_keys']
 
 # %% ../../nbs/compare/02_sides.ipynb #43439bd3
-import json
+import json, os
 from pathlib import Path
 
-from ..errors import UserError, unknown
+from ..errors import UserError, plural, unknown
 from ..recipe import defaults_of
 from ..runs.record import Run
 from ..runs.store import FOLDER, files, find, load, load_all
@@ -22,30 +22,34 @@ def load_side(what, # A `Run`, a folder, a file, an id, the beginning of ids, ab
     if isinstance(what, Run): return [what],[]
     if isinstance(what, (list, tuple)):
         each = [load_side(o, folder) for o in what]
-        return [r for o,_ in each for r in o],[n for _,o in each for n in o]
+        return _once([r for o,_ in each for r in o], [n for _,o in each for n in o])
     if not isinstance(what, (str, Path)):
         raise UserError(f'{type(what).__name__} is no side of a comparison: give Runs, a folder, a file or an id')
-    path = Path(what)
+    if not str(what): raise UserError("'' is no side of a comparison: is a variable of the shell empty?")
+    path,name = Path(what),str(what)
     if path.is_dir(): return _in_folder(path)
     if path.is_file(): return [load(path)],[]
-    if len(path.parts) > 1 or path.is_absolute():
+    hits = [o for o in files(folder) if o.stem.startswith(name.removesuffix('.json'))]
+    if not hits and (len(path.parts) > 1 or name.endswith((os.sep, '.json'))):
         _missing(f'{path} is not there: is the path right, and was it copied to this machine?')
-    if str(what) in ('ab:A', 'ab:B'): return _of_last_ab(str(what)[-1], folder),[]
-    hits = [o for o in files(folder) if o.stem.startswith(str(what).removesuffix('.json'))]
-    return [load(o) for o in hits] if hits and str(what) else [find(str(what), folder)],[]
+    if name in ('ab:A', 'ab:B'): return _of_last_ab(name[-1], folder)
+    return _once([load(o) for o in hits] if hits else [find(name, folder)])
 
 # %% ../../nbs/compare/02_sides.ipynb #cf1e4d70
 def _of_last_ab(side, folder):
     "The Runs of a side of the last `ab`"
-    last,found = None,[]
+    last,found,bad = None,[],[]
     for path in reversed(files(folder)):
-        mark = load(path, profile=False).extra.get('ab', {})
+        try: mark = load(path, profile=False).extra.get('ab', {})
+        except UserError as e:
+            bad.append(f'passed over: {e}')
+            continue
         last = last or mark.get('of')
         if last and mark.get('of') == last and mark['side'] == side: found.append(load(path))
         if found and mark.get('pair') == 0 and mark['side'] == side: break
     if not found:
         _missing(f'{folder} holds no Run of side {side} of an `ab`: name the Runs, or the folder that it wrote to')
-    return found[::-1]
+    return found[::-1],bad
 
 # %% ../../nbs/compare/02_sides.ipynb #009cce2a
 def _in_folder(path):
@@ -53,7 +57,14 @@ def _in_folder(path):
     if not good:
         why = f' that can be read: {bad[0]}' if bad else ': is it the folder that `fastbench run --out` wrote to?'
         _missing(f'{path} holds no Run{why}')
-    return good,[f'passed over: {o}' for o in bad]
+    return _once(good, [f'passed over: {o}' for o in bad])
+
+def _once(runs, notes=()):
+    "Each Run once: a copy of its file is no second measurement"
+    own = {r.id: r for r in reversed(runs)}
+    n = len(runs) - len(own)
+    more = [f"passed over: {plural(n, 'copy', 'copies')} of Runs that are there already"]*bool(n)
+    return list(own.values())[::-1],[*notes, *more]
 
 def _missing(text):
     from fastbench.machine.download import DataUnavailable

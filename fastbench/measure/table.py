@@ -223,7 +223,7 @@ def to_markdown(self:Table)->str: # A GitHub table with the lines below it
     head,body = self.cells()
     def line(o): return '| ' + ' | '.join(str(c).replace('|', r'\|') for c in o) + ' |'
     rule = line(['---']*self.left + ['---:']*(len(head)-self.left))
-    title,notes = [f'**{self.title}**', '']*bool(self.title),[f'- {o}' for o in self.lines]
+    title,notes = [f"**{' '.join(self.title.split())}**", '']*bool(self.title),[f'- {o}' for o in self.lines]
     return '\n'.join([*title, line(head), rule, *map(line, body), '', *notes])
 
 @patch

@@ -53,6 +53,7 @@ class Shown:
     options: dict = field(default_factory=dict)  # of `Compared`
     most: int = 20_000  # steps in its CSV
     compared: list = field(default_factory=list)  # `Compared`, filled by the section that compares
+    refused: list = field(default_factory=list)  # a line for each side that it could not compare
 
     @property
     def all(self): return [s for side in self.sides for s in side.all]
@@ -220,9 +221,12 @@ def _against(a, b, n, shown):
     def side(vs): return _bdi(', '.join(map(_said_value, vs)), 200)
     try: c = Compared(a.runs, b.runs, **shown.options)
     except NotComparable as e:
+        shown.refused.append(f'{b.letter} is not comparable with {a.letter}: the page says in what they differ')
         rows = [[h.bdi(d['field']), side(d['a']), side(d['b'])] for d in e.differences]
         return h.p(_refused, cls='say'),table(['field', 'A', 'B'], rows, ['l w']*3, 'Differences')
-    except UserError as e: return h.p(h.bdi(e), cls='say')
+    except UserError as e:
+        shown.refused.append(f'{b.letter} is not compared with {a.letter}: {e}')
+        return h.p(h.bdi(e), cls='say')
     shown.compared.append(c)
     return _compared(c, f'c{n}', shown.sides[3:])
 

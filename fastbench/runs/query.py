@@ -216,11 +216,15 @@ def _steps_of(run):
 # %% ../../nbs/runs/03_query.ipynb #7fcca367
 def _each(folder, **filters):
     "A frame a Run, and what was passed over"
-    good,bad = select(folder, keep=lambda r: r.path, **filters)
+    paths,bad = select(folder, keep=lambda r: r.path, **filters)
+    good = []
     def frames():
-        for o in good:
+        for o in paths:
             try:
-                if (r := load(o)).profile: yield _frame(list(_steps_of(r)), STEP_COLUMNS, _step_kinds, float)
+                if (r := load(o)).profile:
+                    yield _frame(list(_steps_of(r)), STEP_COLUMNS, _step_kinds, float)
+                    good.append(o)
+                else: bad.append(f'{o} has no profile, so no steps')
             except UserError as e: bad.append(str(e) if o in str(e) else f'{o}: {e}')
     return good,frames(),bad
 
@@ -279,6 +283,7 @@ def export(file, # What to write: its ending, .csv or .parquet, says how
     tmp = file.with_name(f'.{file.name}.{os.getpid()}.tmp')
     try:
         _writers[file.suffix]([first] if not steps else (o for fs in ([first], frames) for o in fs), tmp)
+        if not Path(folder).is_dir(): raise UserError(f'{folder} is not there, so there is no Run to write')
         os.replace(tmp, file)
     except OSError as e: raise UserError(f'{file} cannot be written: {e.strerror or e}') from None
     finally: tmp.unlink(missing_ok=True)
