@@ -152,10 +152,11 @@ def test_other_data_on_one_of_them_is_refused_before_it_trains(tmp_path):
     assert not list(tmp_path.glob('*.json')) and not left()
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch):
-    import torch
+def test_more_processes_than_gpus_are_refused(gpu, monkeypatch):
     from fastbench.bench.rank import _device
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
-    assert _device('cpu', 1) == 'cpu' and _device(None, 0) == 'cuda:0'
-    with pytest.raises(UserError, match='^process 1 of this machine has no GPU: torch finds 1. Start 1 '): _device(None, 1)
+    def of(process, asked=None):
+        monkeypatch.setenv('LOCAL_RANK', str(process))
+        monkeypatch.setenv('LOCAL_WORLD_SIZE', '3')
+        return _device(asked)
+    assert of(1, 'cpu') == 'cpu' and of(0) == 'cuda:0' and of(1, 'cuda') == 'cuda:1' and of(2, 'cuda:0') == 'cuda:0'
+    with pytest.raises(UserError, match='^process 2 of this machine has no GPU: torch finds 2. Start 2 '): of(2)

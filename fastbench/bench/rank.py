@@ -47,13 +47,12 @@ def check_same(own:dict, # Values that have to be equal
                         f'{other}. Give all machines the same environment, code and data')
 
 # %% ../../nbs/bench/05_rank.ipynb #31f480f8
-def _device(asked, local_rank):
+def _device(asked):
+    "The device that was asked for; of a GPU without a number, this process's own"
     import torch
+    from fastbench.machine.group import own_gpu
     if asked not in (None, 'cuda') or not torch.cuda.is_available(): return asked
-    have = torch.cuda.device_count()
-    if local_rank < have: return f'cuda:{local_rank}'
-    raise UserError(f'process {local_rank} of this machine has no GPU: torch finds {have}. Start {have} '
-                    f'(--nproc {have}), or train on the CPU (--device cpu)')
+    return str(own_gpu(torch.device('cuda')))
 
 # %% ../../nbs/bench/05_rank.ipynb #4683d051
 def _checkpoints(options, board):
@@ -75,14 +74,14 @@ def train_rank(spec:dict, # recipe, folder, strategy, timeout, offline, options
     )->tuple: # Like the last message of a process that trains alone
     "Train as one of several processes; the first saves the Run"
     from fastbench.bench.imports import run_recipe
-    from fastbench.machine.group import gather, join, local_rank, rank, world_size
+    from fastbench.machine.group import gather, join, rank, world_size
     from fastbench.runs.ranks import of_ranks, step_syncs
     from fastbench.runs.record import plain
     from fastbench.runs.store import save
     from fastbench.runs.unfinished import forget_unfinished
     from fastbench.recipe import as_dict
     kept = _checkpoints(spec['options'], board)
-    recipe,device = unpack(spec['recipe']),_device(spec['options'].pop('device', None), local_rank())
+    recipe,device = unpack(spec['recipe']),_device(spec['options'].pop('device', None))
     join(device or 'cpu', spec['timeout'])
     own = _versions() | dict(recipe=plain(as_dict(recipe)))
     check_same(own, gather(own))
