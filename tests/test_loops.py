@@ -763,6 +763,20 @@ def test_the_same_work_has_the_same_row_in_every_loop(loop, slow, tmp_path):
 
 
 @pytest.mark.filterwarnings('ignore')
+def test_what_follows_a_prediction_has_one_row_in_all_batches(tmp_path, monkeypatch):
+    "The first batch of a validation, whose call tells that there is one, is as the others"
+    from transformers import Trainer
+    predict = Trainer.prediction_step
+    def slow(*args, **kwargs):
+        res = predict(*args, **kwargs)
+        CLOCK.sleep(1)
+        return res
+    monkeypatch.setattr(Trainer, 'prediction_step', slow)
+    prof = by_trainer(tmp_path, num_train_epochs=1, eval_strategy='steps', eval_steps=4)
+    assert totals(prof, 'valid') == dict(loss=8.) and value(prof, 'valid', 'loss') == 8
+
+
+@pytest.mark.filterwarnings('ignore')
 def test_trainer_counts_what_it_does(tmp_path):
     CLOCK.sleep(1)
     prof = by_trainer(tmp_path, num_train_epochs=2, eval_strategy='steps', eval_steps=4, logging_strategy='steps', logging_steps=3)

@@ -212,6 +212,7 @@ def _valid_begins(self:TrainerProfiler):
     self._enter('valid')
     self._over = self._waits = True
     self._draw()
+    self.hooks.depth = 1  # of the call that told
 
 @patch
 def on_prediction_step(self:TrainerProfiler, args, # The Trainer's
