@@ -22,8 +22,9 @@ from fastbench.machine.download import DataUnavailable
 from fastbench.errors import UserError
 from fastbench.train.learner import BenchLearner
 from fastbench.vision.data import vision_dls
-from fastbench.vision.learner import (fill_body, item_shape, normalize_as, timm_learner, timm_model, timm_splitter, xresnet50_weights, xresnet_archs,
-                                      xresnet_learner, xresnet_splitter)
+from fastbench.vision.learner import (fill_body, timm_learner, timm_model, timm_splitter, xresnet50_weights, xresnet_archs, xresnet_learner,
+                                      xresnet_splitter)
+from fastbench.vision.match import item_shape, normalize_as
 from fastbench.vision.resnet import torchvision_learner
 from fastbench.vision.small import small_learner
 

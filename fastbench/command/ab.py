@@ -50,10 +50,7 @@ def ab(
     threshold:Threshold=None,
     fail_above:FailAbove=None,
     device:Device=None, nproc:Nproc=None, strategy:Strategy=None, place=None,
-    out:Out=Path(FOLDER),
-    offline:Offline=False,
-    markdown:Markdown=False,
-    as_json:Json=False,
+    out:Out=Path(FOLDER), offline:Offline=False, markdown:Markdown=False, as_json:Json=False,
 ):
     "Train A and B in turns, and say which is faster."
     from fastbench.compare.ab import open_ab

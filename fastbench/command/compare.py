@@ -41,6 +41,7 @@ def compare(
     print_compared(c, markdown, as_json)
     if fail_above is not None: gate(c, fail_above)
 
+# %% ../../nbs/command/04_compare.ipynb #2c9b70e1
 @contextmanager
 def answers(as_json): # as_json: for a program
     "In the block, sides that cannot be compared are an answer in JSON, too"

@@ -336,8 +336,8 @@ def ab(a, # A recipe or its name, a function that returns a Learner or its name
     )->Compared: # rows, notes, `plot`; raises `NotComparable`, `RunFailed`, `Interrupted`
     "Train A and B in turns: which is faster?"
     how = dict(both=both, python=python, on=on, anyway=anyway, folder=folder, device=device, offline=offline,
-               pairs=pairs, budget=budget, early=early, threshold=threshold, limit=limit, tell=tell, nproc=nproc, strategy=strategy,
-               place=place)
+               pairs=pairs, budget=budget, early=early, threshold=threshold, limit=limit, tell=tell, nproc=nproc,
+               strategy=strategy, place=place)
     with open_ab(a, b, against, {**(changes or {}), **more}, **how) as trial:
         trial.warm_up()
         while not trial.over: trial.measure()

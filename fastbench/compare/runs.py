@@ -28,7 +28,9 @@ from .verdict import (MIN_RUNS, compare_times, effect, family, geometric, percen
 def _mark(run): # of a trial of `ab`: side, pair, of, level
     return o if isinstance(o := run.extra.get('ab'), dict) else {}
 
-def _of_one_trial(runs): return len({str(_mark(o).get('of')) for o in runs}) == 1 and all('of' in _mark(o) for o in runs)
+def _of_one_trial(runs):
+    trials = {str(_mark(o).get('of')) for o in runs}
+    return len(trials) == 1 and trials != {'None'}
 
 def _trial_pairs(a, b):
     "Whole pairs of a trial of `ab`, or None"
@@ -194,8 +196,8 @@ class Compared(Table):
         self.accuracy = accuracies(na, nb, self.paired)
         self.price = self._priced(na, nb, price)
         self.title = f'{_name(nb)} (B) against {_name(na)} (A){self._headline()}'
-        self.notes = [*self._about(na, nb), *self._not_compared(least, some, tiny), *left, *self._doubts(), *self._quality(),
-                      *self._cost(price), *self._where(), *self._trouble()]
+        self.notes = [*self._about(na, nb), *self._not_compared(least, some, tiny), *left, *self._doubts(),
+                      *self._quality(), *self._cost(price), *self._where(), *self._trouble()]
 
 # %% ../../nbs/compare/03_runs.ipynb #977cb5c5
 @patch
@@ -253,8 +255,8 @@ def _how(self:Compared, a, b):
     "How the runs were taken, and what a verdict means"
     n = min(len(a), len(b))
     apart = f"{len(a)} and {plural(len(b), 'run')}, not in pairs (Welch)"
-    yield ((f"{plural(n, 'pair')}, run in turns" if self.paired else apart) + ': figures are geometric means of the runs, '
-           'changes percent of the time (memory, samples/s) of A')
+    yield ((f"{plural(n, 'pair')}, run in turns" if self.paired else apart) + ': figures are geometric means of the '
+           'runs, changes percent of the time (memory, samples/s) of A')
     if n < MIN_RUNS: yield f'no verdicts: they need {MIN_RUNS} runs a side'
     else:
         yield (f'verdicts: differences beyond {100*self.threshold:g}%; overall by itself, all others as a family '
@@ -290,8 +292,10 @@ def _not_compared(self:Compared, least, some, tiny):
 def _doubts(self:Compared):
     "Verdicts that outliers may have made, and those that were lost as one of many"
     def those(text): return ', '.join(f"{r['phase']} {r['action']}" for r in self.rows if text in r['why'])
-    if ks := those('robust interval'): yield f'outliers may have made the verdict: the robust interval holds no difference of {ks}'
-    if ks := those('can be chance'): yield f'alone it would be a verdict, as one of {len(self.rows)-1} it can be chance: {ks}'
+    if ks := those('robust interval'):
+        yield f'outliers may have made the verdict: the robust interval holds no difference of {ks}'
+    if ks := those('can be chance'):
+        yield f'alone it would be a verdict, as one of {len(self.rows)-1} it can be chance: {ks}'
 
 # %% ../../nbs/compare/03_runs.ipynb #c34d2897
 @patch

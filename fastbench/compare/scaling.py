@@ -152,8 +152,8 @@ def _verdict(rows):
 
 # %% ../../nbs/compare/09_scaling.ipynb #64b2005d
 _ONCE = 'one Run of each, so no interval: differences of a few percent are chance'
-_REPEATED = ('rates are geometric means of the repeats; efficiency is a mean over rounds of per-device samples/s against one '
-             'process')
+_REPEATED = ('rates are geometric means of the repeats; efficiency is a mean over rounds of per-device samples/s '
+             'against one process')
 
 def _steps(run):
     step = run.phases.row('train', 'step') if run.profile else {}
@@ -175,7 +175,8 @@ def _about(self:ScalingTable):
 @patch
 def _trouble(self:ScalingTable):
     "What failed, and what spoils a figure"
-    yield from (f"{plural(r['processes'], 'process', 'processes')}: {r['status']}" for r in self.rows if r['status'] != 'ok')
+    ended = [r for r in self.rows if r['status'] != 'ok']
+    yield from (f"{plural(r['processes'], 'process', 'processes')}: {r['status']}" for r in ended)
     if self.rows[0]['processes'] > 1: yield 'no Run of one process, so no efficiency'
     usable,most = self.runs[0].environment.get('cores', {}).get('usable'),self.rows[-1]['processes']
     if usable and most > usable and self.runs[0].device.get('kind') == 'cpu':

@@ -197,7 +197,8 @@ def _runs(v): return plural(v.n, 'pair') if v.paired else f'{v.n} and {v.n_b} ru
 def _beyond(word, v, limit):
     "A verdict with its threshold, a share of the shorter time"
     if not v.threshold: return word
-    return f'{word} by more than {limit}' if word == 'slower' or v.threshold < .1 else f'faster: a takes more than {limit} longer'
+    if word == 'faster' and v.threshold >= .1: return f'faster: a takes more than {limit} longer'
+    return f'{word} by more than {limit}'
 
 def _judge(v, family=1):
     "The verdict for the p values"
@@ -215,7 +216,8 @@ def _judge(v, family=1):
     if word in ('faster', 'slower') and v.robust_low <= 1 <= v.robust_high:
         why += '; the robust interval holds no difference, too'
     if v.outliers: why += f"; {plural(v.outliers, 'outlier')} counted in"
-    if v.se is not None and v.se < 1e-12 and not small: why += f"; the {'ratios' if v.paired else 'values'} do not vary: were they measured?"
+    if v.se is not None and v.se < 1e-12 and not small:
+        why += f"; the {'ratios' if v.paired else 'values'} do not vary: were they measured?"
     return replace(v, verdict=word, why=why)
 
 # %% ../../nbs/compare/00_verdict.ipynb #bdbb2a00

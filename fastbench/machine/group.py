@@ -94,8 +94,8 @@ def own_gpu(device:torch.device # Where the training was to be; without a number
     n,i = torch.cuda.device_count(),device.index or torch.cuda.current_device() or local_rank()
     alone = n == 1 and 'LOCAL_WORLD_SIZE' not in os.environ # as with srun --gpus-per-task=1
     if i >= n and not alone:
-        raise UserError(f'process {i} of this machine has no GPU: torch finds {n}. Start {n} (--nproc {n}), or train on '
-                        'the CPU (--device cpu)')
+        raise UserError(f'process {i} of this machine has no GPU: torch finds {n}. Start {n} (--nproc {n}), or train '
+                        'on the CPU (--device cpu)')
     return torch.device('cuda', 0 if alone else i)
 
 # %% ../../nbs/machine/06_group.ipynb #34eee4cf
