@@ -182,10 +182,26 @@ def test_ranks_need_a_seed():
     with pytest.raises(UserError, match='give the loader a seed='): len(dl)
 
 
-def test_ranks_are_found_in_the_environment(monkeypatch):
+def test_words_are_dealt_while_something_puts_the_parts_together(monkeypatch):
+    "A loader made before, among or after several processes: its rows are all of them whenever nobody trains together"
+    from fastbench.distributed.ranks import RankTrainer
     monkeypatch.setenv('WORLD_SIZE', '2'), monkeypatch.setenv('RANK', '1')
-    dl = BPTTLoader(torch.arange(100), bs=2, bptt=5)
-    assert (dl.rank, dl.world_size) == (1, 2)
+    dl = BPTTLoader(torch.arange(101), bs=2, bptt=7)
+    learn, cb = Learner(DataLoaders(dl, dl), nn.Linear(1, 1), loss_func=nn.MSELoss()), RankTrainer(cpu=True)
+    alone = torch.cat([x for x, _ in dl], 1)
+    assert (dl.rank, dl.world_size, dl.n) == (0, 1, 16) and len(dl) == 8 and alone.shape == (2, 50)
+    learn.add_cb(cb)
+    among = dl.new()
+    for o in (dl, among):
+        assert (o.rank, o.world_size) == (1, 2) and len(o) == 4 == len(list(o)) and cb._wrap_dl(o) is o
+        assert torch.cat([x for x, _ in o], 1).tolist() == [list(range(50, 75)), list(range(75, 100))]
+    learn.remove_cb(cb)
+    for o in (dl, among): assert torch.equal(torch.cat([x for x, _ in o], 1), alone)
+    few, one = BPTTLoader(torch.arange(4), bs=2, bptt=7), BPTTLoader(torch.arange(100), bs=2, bptt=5, rank=0, world_size=2)
+    learn.add_cb(cb)
+    assert (one.rank, one.new().world_size) == (0, 2)
+    with pytest.raises(UserError, match='4 words cannot be cut into 4 rows'): next(iter(few))
+    learn.remove_cb(cb)
 
 
 def test_texts_are_dealt_while_something_puts_the_parts_together(monkeypatch):

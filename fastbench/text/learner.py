@@ -9,6 +9,7 @@ __all__ = ['HFLearner', 'hf_learner', 'load_hf_learner']
 import json
 from pathlib import Path
 
+import pandas as pd
 import torch
 from fastai.data.core import DataLoaders
 from fastcore.basics import patch
@@ -18,7 +19,7 @@ import fastbench
 from ..machine.download import DataUnavailable, build_folder
 from ..errors import UserError
 from . import lm, qa, seq2seq, tokens # their tasks register themselves
-from .hf import hf_model, hf_quiet
+from .hf import hf_model, hf_quiet, max_positions
 from .check import CheckPacked, check_packed, check_padding
 from .dataset import TextDataset
 from .loader import TextDL
@@ -46,14 +47,21 @@ def _pairs(dls):
     first = dls.train_ds[0] if len(dls.train_ds) else ''
     return not isinstance(first, (str, dict)) and not isinstance(first[0], str)
 
+def _cols(dls):
+    cols = getattr(dls.train_ds, 'cols', None) or ('text',)
+    return [cols] if isinstance(cols, str) else list(map(str, cols))
+
 # %% ../../nbs/text/20_learner.ipynb #196187ec
 @patch
 def predict(self:HFLearner, item, # A text (or a pair as a tuple), a list of them, or a DataFrame
             **kwargs, # For `get_preds`
     ): # (answer, decoded tensor, probabilities), or a list of these
     "Predict a text, or several"
-    if not hasattr(item, '__len__'): raise UserError(f'{item!r} is no text: give a text, a list of texts, or a table')
-    one = self.task.is_one(item, _pairs(self.dls))
+    if hasattr(item, '__next__'): item = list(item)
+    if isinstance(item, pd.DataFrame): item = self.task.examples_of(item, _cols(self.dls))
+    one = hasattr(item, '__len__') and self.task.is_one(item, _pairs(self.dls))
+    if not one and (not hasattr(item, '__len__') or isinstance(item, (bytes, dict, set))):
+        raise UserError(f'{repr(item)[:60]} is no text: give a text, a list of texts, or a table')
     items = [item] if one else item
     if not len(items): return []
     res = self.task.predict(self, items, **kwargs)
@@ -82,10 +90,18 @@ def _check_length(dls, model):
         raise UserError(f'the data keeps up to {n} tokens of a text, and {type(model.hf).__name__} has positions for '
                         f'{most}: load the data with max_length={most}')
 
+def _check_target(task, model):
+    n,hf = getattr(task, 'max_target', None),model.hf
+    most = max_positions(hf.get_decoder()) if n and model.config.is_encoder_decoder else None
+    if most is None or n <= most: return
+    raise UserError(f'max_target={n} cannot be: the decoder of {type(hf).__name__} has positions for {most} tokens: '
+                    f'make the task with max_target={most} (longer targets are cut)')
+
 # %% ../../nbs/text/20_learner.ipynb #c809b30c
 def _prepare(m, dls, task, attn, packed):
     "Fit an `HFModel` to data and task, and check it"
     _check_length(dls, m)
+    _check_target(task, m)
     m.per_token = task.per_token
     if attn in ('fastbench', 'fastbench_values') or packed and attn is None:
         fast_attention(m.hf, 'values' if attn == 'fastbench_values' else 'weights')
@@ -138,10 +154,6 @@ def _jsonable(task):
     raise UserError(f'the labels cannot be written as JSON (they are '
                     f'{type(task.vocab[0]).__name__ if task.vocab else "settings"}): '
                     'make them strings or whole numbers')
-
-def _cols(dls):
-    cols = getattr(dls.train_ds, 'cols', None) or ('text',)
-    return [cols] if isinstance(cols, str) else list(map(str, cols))
 
 def _to_keep(learn, tokens):
     "Return what a folder holds beside the model and its tokenizer"

@@ -21,22 +21,40 @@ from .task import ShareRight, Task, decoded
 from .tokenize import by_text
 
 # %% ../../nbs/text/16_qa.ipynb #c6b744d7
+def _first(o): # o: of SQuAD a list or an array, of which the first counts
+    return o if isinstance(o, str) or not hasattr(o, '__len__') else o[0] if len(o) else None
+
+def _answer_of(o):
+    "Return the answer of a dict ('' if there is none, None if unknown), and its first character"
+    a = o.get('answers', o.get('answer'))
+    if not isinstance(a, dict): return a,o.get('answer_start')
+    if hasattr(text := a.get('text'), '__len__') and not len(text): return '',-1
+    return _first(text),_first(a.get('answer_start'))
+
+def _check_parts(number, question, context, answer, start):
+    "Fail if a part of an example is of another kind, and name it"
+    parts = dict(question=question, context=context, answer='' if answer is None else answer)
+    bad = next(((k, o) for k,o in parts.items() if not isinstance(o, str)), None)
+    if bad is None and (start is None or hasattr(start, '__index__')): return
+    k,o = bad or ('answer_start', start)
+    said = 'missing, or None' if o is None else f"{repr(o)[:60]}, not a {'text' if bad else 'number'}"
+    raise UserError(f"example {number}: its {k} is {said}. Drop it, or put it right; an example is dict(question='...', "
+                    "context='...', answers=dict(text=['...'], answer_start=[0])), or (question, context, answer)")
+
 def qa_example(o, # A dict with question, context and answers, or (question, context[, answer])
                number=0, # Number of the example, for the error
     )->tuple: # question, context, answer ('' if there is none, None if unknown), its first character
     "Return an example of question answering in one form"
-    if isinstance(o, dict):
-        a = o.get('answers', o.get('answer'))
-        if isinstance(a, dict): a,start = (a['text'][0], a['answer_start'][0]) if len(a['text']) else ('', -1)
-        else: start = o.get('answer_start')
-        q,c = o['question'],o['context']
-    else: (q,c,*rest),start = o,None
-    if not isinstance(o, dict): a = rest[0] if rest else None
+    if isinstance(o, dict): q,c,(a,start) = o.get('question'),o.get('context'),_answer_of(o)
+    elif isinstance(o, (tuple, list)) and len(o) > 1: (q,c,a),start = (*o, None)[:3],None
+    else: raise UserError(f'example {number} is {repr(o)[:60]}, no question with its context: give (question, context)')
+    _check_parts(number, q, c, a, start)
     if a and start is None: start = c.find(a)
     if a and (start < 0 or c[start:start+len(a)] != a):
         at = f' at character {start}' if start >= 0 else ''
         raise UserError(f'example {number}: the answer {a[:60]!r} is not in its context{at}')
     return q, c, a, start
+
 
 # %% ../../nbs/text/16_qa.ipynb #28f166cc
 class SpanLoss(nn.Module):
@@ -96,6 +114,12 @@ def windows(self:QuestionAnswering,
     return enc, enc.pop('overflow_to_sample_mapping').tolist()
 
 # %% ../../nbs/text/16_qa.ipynb #5e3a0e57
+@patch
+def target(self:QuestionAnswering, o, number): return qa_example(o, number)[2]
+
+@patch
+def examples_of(self:QuestionAnswering, df, cols): return df.to_dict('records')
+
 @patch
 def collate(self:QuestionAnswering, tokenizer, examples, max_length=512):
     examples = [qa_example(o, i) for i,o in enumerate(examples)]
@@ -205,8 +229,7 @@ def predict(self:QuestionAnswering, learn, items, bs=16, **kwargs): # bs: number
     training = model.training
     model.eval()
     try:
-        for o in items:
-            q,c,*_ = qa_example(o)
+        for q,c,*_ in [qa_example(o, i) for i,o in enumerate(items)]:
             x,*_ = self.collate(tok, [(q, c)], learn.max_length)
             (score,a,b),none = _best_of(model, x, bs, self.longest)
             if self.impossible and none > score or not c.strip(): score,a,b = none,0,0
@@ -239,5 +262,8 @@ def evaluate(self:QuestionAnswering, learn, # The Learner
     )->dict: # exact and f1, from 0 to 1
     "Return exact match and F1 over whole contexts"
     ex = [qa_example(o, i) for i,o in enumerate(examples)]
+    for i,(*_,a,_) in enumerate(ex):
+        if a is None: raise UserError(f'example {i} has no answer to compare with: drop it, or say that there is none '
+                                      "with answers=dict(text=[], answer_start=[])")
     got = self.predict(learn, [(q, c) for q,c,*_ in ex])
     return answer_scores([o[0] for o in got], [a or '' for *_,a,_ in ex])

@@ -10,6 +10,7 @@ import torch
 from fastcore.basics import patch
 
 from ..errors import UserError, unknown
+from ..rules import check_whole
 from .task import Task, TokenAccuracy, decoded, encode
 from .tokenize import by_text
 
@@ -48,6 +49,7 @@ class Seq2Seq(Task):
                  prefix:str='', # Put before each source, as in T5's training: `'summarize: '`
                  score=None, # 'rouge' or 'bleu'; None: the task's own
         ):
+        check_whole(1, max_target=max_target)
         self.max_target,self.prefix,self.score = max_target,prefix,score or self.score
         if self.score not in _scores: raise UserError(unknown('score', self.score, list(_scores)))
 
@@ -71,10 +73,22 @@ class Translation(Seq2Seq):
 
 # %% ../../nbs/text/17_seq2seq.ipynb #caa83bdd
 @patch
+def target(self:Seq2Seq, o, number):
+    parts = [o] if isinstance(o, str) else o
+    if not isinstance(parts, (tuple, list)) or not len(parts) or not isinstance(parts[0], str):
+        raise UserError(f'example {number} is {repr(o)[:60]}, and no text with the one to write for it')
+    res = parts[1] if len(parts) > 1 else None
+    if res is None or isinstance(res, str): return res
+    raise UserError(f'example {number} has {repr(res)[:60]} to write, which is no text: drop it, or put it right')
+
+@patch
 def collate(self:Seq2Seq, tokenizer, examples, max_length=512):
     source = [o if isinstance(o, str) else o[0] for o in examples]
     x = encode(tokenizer, [self.prefix+o for o in source], max_length)
     if isinstance(examples[0], str) or len(examples[0]) < 2: return x,
+    if self.max_target <= (added := tokenizer.num_special_tokens_to_add()):
+        raise UserError(f'max_target={self.max_target} cannot be: {type(tokenizer).__name__} alone adds {added} tokens '
+                        'to each text')
     y = tokenizer(text_target=[o[1] for o in examples], truncation=True, max_length=self.max_target, padding=True,
                   padding_side='right', return_tensors='pt')
     ids = y['input_ids']

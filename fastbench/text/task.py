@@ -19,7 +19,7 @@ from fastai.torch_core import default_device, to_device
 from fastcore.basics import merge, patch
 
 from ..errors import UserError, unknown
-from .dataset import ShowsTexts, TextDataset
+from .dataset import ShowsTexts, TextDataset, texts_of
 from .loader import TextDL
 from .loss import TokenLoss
 from .order import kinds
@@ -83,6 +83,27 @@ def finish(self:Task, x, # Dict of a batch that a loader made with `encode`
     "Return a batch with its targets"
     return (x,) if y is None else (x, y)
 
+# %% ../../nbs/text/14_task.ipynb #chkexs02
+@patch
+def target(self:Task, o, # An example
+           number, # Its number, for the error
+    ): # Its target; None if it has none
+    "Fail if an example cannot be, and return its target"
+
+@patch
+def check(self:Task, examples, # A list
+          part='', # What they are, for the error: 'train'
+    )->list: # The same
+    "Fail if an example cannot be, or has no target where others have one"
+    where = f'{part}: ' if part else ''
+    try: bare = [self.target(o, i) is None for i,o in enumerate(examples)]
+    except UserError as e: raise UserError(f'{where}{e}') from None
+    if any(bare) and not all(bare):
+        raise UserError(f'{where}example {bare.index(True)} has no target, and others have one: {self.name} learns from '
+                        f'{self.takes}. Drop it, or give it one')
+    return examples
+
+
 # %% ../../nbs/text/14_task.ipynb #03cf0543
 @patch
 def columns(self:Task, tokenizer, # A tokenizer of transformers
@@ -131,6 +152,13 @@ def is_one(self:Task, item, # What `predict` was given
     "Return whether it is a single example"
     return isinstance(item, str) or isinstance(item, tuple) and len(item) == 2 and pairs
 
+@patch
+def examples_of(self:Task, df, # A DataFrame
+                cols, # Columns of the texts
+    )->list: # Without targets
+    "Return the examples of a table"
+    return texts_of(df, cols)
+
 # %% ../../nbs/text/14_task.ipynb #chkdata2
 def _has_targets(dl, task):
     "Return whether the first examples have something to learn"
@@ -138,6 +166,17 @@ def _has_targets(dl, task):
     if tokens is None: return len(task.collate(dl.tokenizer, list(items[:16]), dl.max_length)) > 1
     y = None if items.y is None else items.y[:16]
     return len(dl.finish(tokens.pad(tokens.encode(items.texts[:16])), y)) > 1
+
+def _check_same(task, dls):
+    "Refuse a task with other settings than that of the data, which made the targets"
+    own,dl = getattr(dls.train, 'task', None),dls.train
+    have = own.settings if isinstance(own, Task) else dict(vocab=list(dl.vocab)) if _has_names(dl) else {}
+    for k,v in task.settings.items():
+        if k in have and have[k] != v:
+            raise UserError(f'these DataLoaders are made with {k}={have[k]!r}, and the task has {k}={v!r}: make others '
+                            f"for it, or say task={task.name!r} for the task that they have")
+
+def _has_names(dl): return isinstance(dl, TextDL) and getattr(dl.dataset, 'vocab', None) is not None
 
 def _check_data(task, dl): # task: a `Task` or its class
     own = getattr(dl, 'task', None)
@@ -163,9 +202,12 @@ def find_task(task, # A name in `tasks`, a `Task`, or a class of them
         task = tasks[task]
     if dls is not None: _check_data(task, getattr(dls, 'train', None))
     if isinstance(task, Task):
+        if dls is not None: _check_same(task, dls)
         if settings: raise UserError(f"this task is made already: {', '.join(settings)} cannot change it")
         return task
-    return task(**settings) if dls is None else task.from_dls(dls, **settings)
+    res = task(**settings) if dls is None else task.from_dls(dls, **settings)
+    if settings and dls is not None: _check_same(res, dls)
+    return res
 
 # %% ../../nbs/text/14_task.ipynb #c2d4bef6
 def label_kind(dls # `DataLoaders` of labelled texts
@@ -227,6 +269,10 @@ class SequenceClassification(Task):
         return [PearsonCorrCoef(), R2Score()]
 
 # %% ../../nbs/text/14_task.ipynb #a40d37f2
+@patch
+def target(self:SequenceClassification, o, number):
+    return o[1] if isinstance(o, (tuple, list)) and len(o) > 1 else None
+
 @patch
 def collate(self:SequenceClassification, tokenizer, examples, max_length=512):
     bare = not isinstance(examples[0], (tuple, list)) or len(examples[0]) < 2
@@ -316,7 +362,7 @@ class ExampleDataset(TextDataset):
         ):
         self.tokens = tokens
         super().__init__(*tokens.task.units(tokens.tokenizer, examples, tokens.max_length), tokens.task.vocab, None)
-    def like(self, items): return ExampleDataset(list(items), self.tokens)
+    def like(self, items): return ExampleDataset(self.tokens.task.check(list(items)), self.tokens)
 
 # %% ../../nbs/text/14_task.ipynb #d649184b
 def _by_tokens(task, train, valid, tokenizer, bs, max_length, seed, loader, max_tokens, pad_to_multiple_of, **kwargs):
@@ -325,7 +371,7 @@ def _by_tokens(task, train, valid, tokenizer, bs, max_length, seed, loader, max_
         raise UserError(f"loader={loader!r} cannot be: {task.name} makes batches of whole examples. Leave loader out")
     tokens = ExampleTokens(task, tokenizer, max_length, pad_to_multiple_of)
     if max_tokens is None and loader in ('budget', 'packed'): max_tokens = bs*tokens.max_length//2
-    train,valid = (ExampleDataset(list(o), tokens) for o in (train, valid))
+    train,valid = (ExampleDataset(o, tokens) for o in (train, valid))
     dl = TextDL(train, tokens, bs, loader, max_tokens, shuffle=True, seed=seed, finish=task.finish, task=task, **kwargs)
     return DataLoaders(dl, dl.new(valid, shuffle=False, drop_last=False)),max_tokens
 
@@ -349,10 +395,11 @@ def task_dls(task, # A `Task`
         raise UserError(f'task_dls takes a task that is made{like}, not its name {task!r}')
     for o,part in (('train', train), ('valid', valid)):
         if not len(part): raise UserError(f'{o} has no examples')
+    train,valid = task.check(list(train), 'train'),task.check(list(valid), 'valid')
     pad_with_end(tokenizer)
     if loader is None:
-        dl = TaskDL(list(train), task, tokenizer, bs, max_length, True, seed, **kwargs)
-        dls = DataLoaders(dl, dl.new(list(valid), shuffle=False))
+        dl = TaskDL(train, task, tokenizer, bs, max_length, True, seed, **kwargs)
+        dls = DataLoaders(dl, dl.new(valid, shuffle=False))
     else: dls,max_tokens = _by_tokens(task, train, valid, tokenizer, bs, max_length, seed, loader, max_tokens,
                                       pad_to_multiple_of, **kwargs)
     dls.to(torch.device(device) if device is not None else default_device())
