@@ -225,7 +225,8 @@ class TextDataLoaders(DataLoaders):
                 **kwargs, # For the loader
         ): # A loader like that for validation
         "Make a loader of more texts"
-        if not with_labels: return super().test_dl(test_items, rm_type_tfms, **kwargs)
+        if not with_labels or isinstance(test_items, TextDataset):
+            return super().test_dl(test_items, rm_type_tfms, **kwargs)
         cols,label_col,delim = self.columns
         df = as_frame(test_items, cols, label_col or 'label')[0]
         y = _labels_like(df, label_col, delim, self.vocab, self.info['labels'])

@@ -49,7 +49,7 @@ _layout = ('position_ids', 'cu_seq_lens', 'lengths', 'max_length')  # of a packe
 
 class HFModel(nn.Module):
     "A model of transformers, called with the dict of a batch"
-    source,fresh,pad_is_word,pads_left = None,(),False,False
+    source,fresh,pad_is_word,pads_left,writes = None,(),False,False,False
     def __init__(self, hf, # A `PreTrainedModel` with a head
                  per_token:bool=False, # The head works on single tokens (matters for packed batches)
         ):
@@ -85,6 +85,9 @@ def call_hf(self:HFModel, x): # A `ModelOutput`
     if 'cu_seq_lens' in x:
         return packed_call(self.hf, {k: v for k,v in x.items() if k in self.takes or k in _layout}, self.per_token)
     x = {k: v for k,v in x.items() if k in self.takes}
+    if self.writes and 'decoder_input_ids' not in x:
+        raise UserError(f'these texts have no targets, and {type(self.hf).__name__} predicts the next word of one: '
+                        'learn.predict writes a text for each')
     if 'attention_mask' in x:
         if self.pad_is_word: x = self.told_apart(x)
         if self.pads_left: x = self.counted(x)
@@ -186,7 +189,8 @@ def n_params(config, # A `PretrainedConfig`
     )->int: # Number of parameters, tied ones counted once
     "Count the parameters of a model without building it"
     if config.get_text_config().vocab_size is None:
-        raise UserError(f'the config of {config.model_type} has no vocab_size: give it one, or the tokenizer of the data')
+        raise UserError(f'the config of {config.model_type} has no vocab_size: give it one, or give the '
+                        'tokenizer of the data')
     with torch.device('meta'), hf_quiet(): model = _class_of(config, task).from_config(config)
     return sum(p.numel() for p in model.parameters())
 

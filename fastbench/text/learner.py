@@ -7,12 +7,16 @@ __all__ = ['HFLearner', 'hf_learner', 'load_hf_learner']
 
 # %% ../../nbs/text/20_learner.ipynb #6a1ef88d
 import json
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import torch
 from fastai.data.core import DataLoaders
-from fastcore.basics import patch
+from fastai.torch_core import nested_reorder
+from fastcore.basics import noop, patch
+from fastcore.foundation import L
 from fastcore.meta import delegates
 
 import fastbench
@@ -22,6 +26,7 @@ from . import lm, qa, seq2seq, tokens # their tasks register themselves
 from .hf import hf_model, hf_quiet, max_positions
 from .check import CheckPacked, check_packed, check_padding
 from .dataset import TextDataset
+from .gather import GatherRows, joined_rows
 from .loader import TextDL
 from .packed import fast_attention
 from .splitter import hf_splitter, layer_decay, layer_groups
@@ -67,6 +72,46 @@ def predict(self:HFLearner, item, # A text (or a pair as a tuple), a list of the
     res = self.task.predict(self, items, **kwargs)
     return res[0] if one else res
 
+# %% ../../nbs/text/20_learner.ipynb #hfpreds2
+def _parts_of(with_input=False, with_decoded=False, with_loss=False, with_preds=True, with_targs=True, **kwargs):
+    "Return what `get_preds` gives, by name, and what of that is wanted"
+    given = dict(inputs=with_input, preds=True, targs=True, decoded=with_decoded and with_preds, losses=with_loss)
+    names = [k for k,v in given.items() if v]
+    return names,{'preds': with_preds, 'targs': with_targs}
+
+@patch
+def own_preds(self:HFLearner, ds_idx=1, # Number of the set
+              dl=None, # Another loader
+              act=None, # Activation; None: the loss function's
+              reorder=True, # In the order of the data set
+              cbs=None, # More callbacks
+              **kwargs): # As for fastai's `get_preds`
+    "Return predictions and targets of this process, for texts of unequal length as a list for each"
+    super_preds,(names,wanted) = super(HFLearner, self).own_preds,_parts_of(**kwargs)
+    if type(dl) in (list, tuple) or not (self.task.uneven or 'inputs' in names):
+        return super_preds(ds_idx, dl, act=act, reorder=reorder, cbs=cbs, **kwargs)
+    if dl is None or getattr(dl, 'drop_last', False): dl = (dl or self.dls[ds_idx]).new(shuffle=False, drop_last=False)
+    idxs = dl.get_idxs() if reorder and hasattr(dl, 'get_idxs') else None
+    if idxs is not None: dl = dl.new(get_idxs=partial(noop, idxs))
+    cb = GatherRows(self.task, act, [o for o in names if o not in wanted])
+    kwargs = {k: v for k,v in kwargs.items() if not k.startswith('with_')} | dict(with_preds=False, with_targs=False)
+    with self.loss_not_reduced() if 'losses' in names else nullcontext():
+        super_preds(ds_idx, dl, reorder=False, cbs=[*L(cbs), cb], **kwargs)
+    res = [L(cb.kept[o]) if wanted.get(o, True) else None for o in names]
+    return tuple(res if idxs is None else nested_reorder(res, torch.tensor(list(idxs)).argsort()))
+
+@patch
+def get_preds(self:HFLearner, ds_idx=1, # Number of the set
+              dl=None, # Another loader
+              **kwargs): # As for fastai's: with_input, with_decoded, with_loss, act, reorder, ...
+    "Return predictions and targets, one row for each text"
+    res = super(HFLearner, self).get_preds(ds_idx, dl, **kwargs)
+    fill = dict(inputs=getattr(getattr(self.dls.train, 'tokens', None), 'fill', {}), preds=self.task.pad_preds)
+    fill['inputs'] = dict(input_ids=self.dls.tokenizer.pad_token_id, word=-1, offsets=-1) | fill['inputs']
+    return tuple(joined_rows(o, fill.get(k, -100)) if isinstance(o, L) and len(o) and isinstance(o[0], list) else o
+                 for k,o in zip(_parts_of(**kwargs)[0], res))
+
+
 # %% ../../nbs/text/20_learner.ipynb #90434519
 @patch
 def show_results(self:HFLearner, ds_idx=1, # Number of the set
@@ -102,7 +147,7 @@ def _prepare(m, dls, task, attn, packed):
     "Fit an `HFModel` to data and task, and check it"
     _check_length(dls, m)
     _check_target(task, m)
-    m.per_token = task.per_token
+    m.per_token,m.writes = task.per_token,task.head == 'seq2seq'
     if attn in ('fastbench', 'fastbench_values') or packed and attn is None:
         fast_attention(m.hf, 'values' if attn == 'fastbench_values' else 'weights')
     if packed: check_packed(m.hf, task.per_token)
@@ -236,7 +281,7 @@ def load_hf_learner(folder, # What `export` wrote
     dls = DataLoaders(dl, dl.new())
     dls.to(find_device(device))
     dls.info = dict(labels=getattr(task, 'kind', None), max_length=info['max_length'])
-    model.per_token = task.per_token
+    model.per_token,model.writes = task.per_token,task.head == 'seq2seq'
     learn = HFLearner(dls, model.eval(), loss_func=task.loss_func(), metrics=task.metrics(), splitter=hf_splitter,
                       train_bn=False)
     learn.task,learn.weights = task,info['weights']

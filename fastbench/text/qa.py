@@ -38,8 +38,8 @@ def _check_parts(number, question, context, answer, start):
     if bad is None and (start is None or hasattr(start, '__index__')): return
     k,o = bad or ('answer_start', start)
     said = 'missing, or None' if o is None else f"{repr(o)[:60]}, not a {'text' if bad else 'number'}"
-    raise UserError(f"example {number}: its {k} is {said}. Drop it, or put it right; an example is dict(question='...', "
-                    "context='...', answers=dict(text=['...'], answer_start=[0])), or (question, context, answer)")
+    raise UserError(f"example {number}: its {k} is {said}. Drop it, or put it right; an example is (question, context, "
+                    "answer), or dict(question='...', context='...', answers=dict(text=['...'], answer_start=[0]))")
 
 def qa_example(o, # A dict with question, context and answers, or (question, context[, answer])
                number=0, # Number of the example, for the error
@@ -59,8 +59,9 @@ def qa_example(o, # A dict with question, context and answers, or (question, con
 # %% ../../nbs/text/16_qa.ipynb #28f166cc
 class SpanLoss(nn.Module):
     "Mean cross-entropy of the first and the last token"
+    reduction = 'mean'
     def forward(self, pred, targ): # Two tensors of (windows, tokens); (windows, 2)
-        return (F.cross_entropy(pred[0].float(), targ[:,0]) + F.cross_entropy(pred[1].float(), targ[:,1]))/2
+        return sum(F.cross_entropy(p.float(), targ[:,i], reduction=self.reduction) for i,p in enumerate(pred))/2
     def decodes(self, pred): # (windows, 2): the best span of at most 30 tokens
         s,e = (o.float() for o in pred)
         score = s[:,:,None] + e[:,None]
@@ -78,6 +79,7 @@ class SpanMatch(ShareRight):
 class QuestionAnswering(Task):
     "Predict the span of a context that answers a question"
     name = head = 'question-answering'
+    uneven,splits,pad_preds = True,True,torch.finfo(torch.float32).min
     takes = 'a question, a context and the answer in it'
     fill = dict(context=0) # The key besides the tokenizer's, and its padding value
     def __init__(self, stride:int=128, # Number of tokens that two windows share
@@ -172,6 +174,20 @@ def size(self:QuestionAnswering, o # A window
     )->tuple: # Number of tokens, twice
     "Return the size of a window"
     return (len(o['input_ids']),)*2
+
+def _ends(x):
+    "Return the first place of each window, and the one after its last"
+    if 'cu_seq_lens' in x: n = x['cu_seq_lens'].diff().cpu().long(); return torch.zeros_like(n),n
+    first = x['attention_mask'].cpu().argmax(1)
+    return first,first + x['attention_mask'].cpu().sum(1)
+
+@patch
+def rows(self:QuestionAnswering, x, values, y=None):
+    if isinstance(values, tuple): return list(zip(*(self.rows(x, v) for v in values)))
+    return [o[a:b] for o,a,b in zip(values.cpu(), *_ends(x))]
+
+@patch
+def targets_of(self:QuestionAnswering, x, values, y=None): return list(values.cpu() - _ends(x)[0][:,None])
 
 @patch
 def finish(self:QuestionAnswering, x, y=None):

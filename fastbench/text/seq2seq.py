@@ -43,6 +43,7 @@ _scores = dict(rouge=rouge, bleu=bleu)
 class Seq2Seq(Task):
     "Another text for a text"
     name = head = 'seq2seq'
+    uneven = True
     takes = 'a text and another one to write for it'
     score,_start = 'rouge',None
     def __init__(self, max_target:int=128, # Maximum number of tokens of a target, in training and writing
@@ -94,6 +95,11 @@ def collate(self:Seq2Seq, tokenizer, examples, max_length=512):
     ids = y['input_ids']
     first = torch.full_like(ids[:,:1], tokenizer.pad_token_id if self._start is None else self._start)
     return x | dict(decoder_input_ids=torch.cat([first, ids[:,:-1]], 1)),ids.masked_fill(y['attention_mask'] == 0, -100)
+
+@patch
+def rows(self:Seq2Seq, x, values, y=None): # as long as the targets: what is said behind them depends on the batch
+    if y is None: return list(values.cpu())
+    return [o[:n] for o,n in zip(values.cpu(), (y != -100).sum(1).tolist())]
 
 # %% ../../nbs/text/17_seq2seq.ipynb #7b7c7108
 @patch

@@ -205,6 +205,6 @@ def lm_dls(data='docstrings', # A source, a path, a `TextSet`, or (training text
     dls.to(find_device(device))
     dls.vocab,dls.how = vocab,how
     unknown = round((coded[1] == 0).float().mean().item(), 4)
-    dls.info = (data.info if own else {}) | args | dict(rank=rank, world_size=world_size, bs=bs, n_words=len(vocab), train_words=len(coded[0]),
-        valid_words=len(coded[1]), shuffle=shuffle, drop_last=drop_last, unknown=unknown)
+    dls.info = (data.info if own else {}) | args | dict(rank=rank, world_size=world_size, bs=bs, n_words=len(vocab),
+        train_words=len(coded[0]), valid_words=len(coded[1]), shuffle=shuffle, drop_last=drop_last, unknown=unknown)
     return dls
