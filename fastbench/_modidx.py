@@ -4308,6 +4308,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastbench.text.check._probe': ('text/check.html#_probe', 'fastbench/text/check.py'),
                                       'fastbench.text.check._probe_lengths': ('text/check.html#_probe_lengths', 'fastbench/text/check.py'),
                                       'fastbench.text.check._same_beside': ('text/check.html#_same_beside', 'fastbench/text/check.py'),
+                                      'fastbench.text.check._written': ('text/check.html#_written', 'fastbench/text/check.py'),
                                       'fastbench.text.check.check_packed': ('text/check.html#check_packed', 'fastbench/text/check.py'),
                                       'fastbench.text.check.check_padding': ('text/check.html#check_padding', 'fastbench/text/check.py')},
             'fastbench.text.config': { 'fastbench.text.config._first': ('text/config.html#_first', 'fastbench/text/config.py'),
