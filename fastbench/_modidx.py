@@ -4967,6 +4967,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastbench.text.task.encode': ('text/task.html#encode', 'fastbench/text/task.py'),
                                      'fastbench.text.task.find_task': ('text/task.html#find_task', 'fastbench/text/task.py'),
                                      'fastbench.text.task.label_kind': ('text/task.html#label_kind', 'fastbench/text/task.py'),
+                                     'fastbench.text.task.one_each': ('text/task.html#one_each', 'fastbench/text/task.py'),
                                      'fastbench.text.task.pearsonr': ('text/task.html#pearsonr', 'fastbench/text/task.py'),
                                      'fastbench.text.task.task_dls': ('text/task.html#task_dls', 'fastbench/text/task.py')},
             'fastbench.text.tokenize': { 'fastbench.text.tokenize.BatchTokenizer': ( 'text/tokenize.html#batchtokenizer',

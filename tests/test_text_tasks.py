@@ -321,3 +321,39 @@ def test_questions_of_a_table(tok):
     task = QuestionAnswering(stride=4)
     learn = small(task_dls(task, rows, rows, tok, max_length=40, bs=4, device='cpu'), 'bert-tiny', task)
     assert [o[0] for o in learn.predict(pd.DataFrame(rows))] == [o[0] for o in learn.predict(rows)] == [o[0] for o in learn.predict(iter(rows))]
+
+
+@pytest.mark.parametrize('beams', [1, 3])
+def test_log_probabilities_are_those_of_the_tokens(tok, beams):
+    "Of several beams, those of the one that was chosen"
+    from transformers import GPT2Config
+    learn = small(hf_dls(TEXTS, tok, label_col=None, max_length=40, workers=0, device='cpu'), GPT2Config(n_embd=16, n_layer=1, n_head=2, initializer_range=.5), 'causal-lm')
+    text, new, logs = learn.predict(TEXTS[1], n=5, num_beams=beams)
+    ids = torch.tensor([*tok(TEXTS[1], add_special_tokens=False)['input_ids'], *new.tolist()])[None]
+    with torch.no_grad(): want = learn.model.eval().hf(ids).logits[0].log_softmax(-1)[-len(new)-1:-1].gather(1, new[:, None])[:, 0]
+    torch.testing.assert_close(logs, want, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_written(tok):
+    dls = hf_dls(TEXTS, tok, label_col=None, max_length=12, workers=0, device='cpu')
+    lm, masked = small(dls, 'gpt2-tiny', 'causal-lm'), small(hf_dls(TEXTS, tok, label_col=None, max_length=12, workers=0, device='cpu'), 'bert-tiny', 'masked-lm')
+    task = Summarization(max_target=8)
+    writer = small(task_dls(task, [('ba', 'be')]*4, [('ba', 'be')], tok, max_length=12, device='cpu'), 't5-tiny', task)
+    for f, said in ((lambda: lm.predict(''), 'there is nothing to continue'), (lambda: lm.predict('ba', n=0), 'n=0 cannot be'), (lambda: lm.predict('ba', num_return_sequences=2, do_sample=True), 'num_return_sequences=2 cannot be'),
+                    (lambda: writer.predict(['ba', 'be'], num_return_sequences=2, num_beams=2), 'num_return_sequences=2 cannot be'), (lambda: masked.predict('ba '*30 + '<mask>'), '<mask> is behind the 12 tokens')):
+        with pytest.raises(UserError, match=said) as e: f()
+        assert '\n' not in str(e.value)
+
+
+def test_texts_that_fill_no_batch_train_nothing(tok):
+    rows = [(o, 'ab'[i % 2]) for i, o in enumerate(TEXTS[:7])]
+    for loader in ('sorted', 'random'):
+        with pytest.raises(UserError, match='5 texts for training fill no batch of bs=16'): hf_dls(rows[:5], tok, valid=rows[5:], loader=loader, bs=16, drop_last=True, max_length=40, workers=0, device='cpu')
+        assert len(hf_dls(rows[:5], tok, valid=rows[5:], loader=loader, bs=4, drop_last=True, max_length=40, workers=0, device='cpu').train) == 1
+
+
+def test_no_loss_without_targets(tok):
+    learn = small(hf_dls([(o, 'ab'[i % 2]) for i, o in enumerate(TEXTS)], tok, max_length=40, workers=0, device='cpu'), 'bert-tiny', 'sequence-classification')
+    with learn.no_bar(), pytest.raises(UserError, match='no targets, so there is no loss'): learn.get_preds(dl=learn.dls.test_dl(TEXTS[:3]), with_loss=True)
+    with learn.no_bar(): preds, targs, losses = learn.get_preds(with_loss=True)
+    torch.testing.assert_close(losses, -preds.log().gather(1, targs[:, None])[:, 0], rtol=1e-3, atol=1e-4)

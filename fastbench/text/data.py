@@ -266,6 +266,9 @@ def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folde
     cols = [text_col] if isinstance(text_col, str) else list(text_col)
     texts = check_texts(texts_of(df, cols), cols[0])
     y,vocab,kind = (None, None, 'none') if label_col is None else labels_of(df, label_col, ~held, label_delim)
+    if kwargs.get('drop_last') and loader in ('sorted', 'random') and (n := int((~held).sum())) < bs:
+        raise UserError(f'{n} texts for training fill no batch of bs={bs}, and drop_last leaves out what does not: use '
+                        'a smaller bs')
     is_bt = isinstance(tokenizer, BatchTokenizer)
     bt = tokenizer if is_bt else BatchTokenizer(tokenizer, max_length, pad_to_multiple_of)
     if workers is None: workers = int((~held).sum() >= 2000 and worker_cores() > 1)

@@ -102,7 +102,7 @@ def own_preds(self:HFLearner, ds_idx=1, # Number of the set
               **kwargs): # As for fastai's `get_preds`
     "Return predictions and targets of this process, for texts of unequal length as a list for each"
     super_preds,(names,wanted) = super(HFLearner, self).own_preds,_parts_of(**kwargs)
-    if type(dl) in (list, tuple) or not (self.task.uneven or 'inputs' in names):
+    if type(dl) in (list, tuple) or not (self.task.uneven or {'inputs', 'losses'} & {*names}):
         return super_preds(ds_idx, dl, act=act, reorder=reorder, cbs=cbs, **kwargs)
     if dl is None or getattr(dl, 'drop_last', False): dl = (dl or self.dls[ds_idx]).new(shuffle=False, drop_last=False)
     idxs = dl.get_idxs() if reorder and hasattr(dl, 'get_idxs') else None
@@ -122,8 +122,13 @@ def get_preds(self:HFLearner, ds_idx=1, # Number of the set
     res = super(HFLearner, self).get_preds(ds_idx, dl, **kwargs)
     fill = dict(inputs=getattr(getattr(self.dls.train, 'tokens', None), 'fill', {}), preds=self.task.pad_preds)
     fill['inputs'] = dict(input_ids=self.dls.tokenizer.pad_token_id, word=-1, offsets=-1) | fill['inputs']
-    return tuple(joined_rows(o, fill.get(k, -100)) if isinstance(o, L) and len(o) and isinstance(o[0], list) else o
-                 for k,o in zip(_parts_of(**kwargs)[0], res))
+    names = _parts_of(**kwargs)[0]
+    res = [joined_rows(o, fill.get(k, -100)) if isinstance(o, L) and len(o) and isinstance(o[0], list) else o
+           for k,o in zip(names, res)]
+    if 'losses' in names and res[-1] is None:
+        raise UserError('these texts have no targets, so there is no loss: leave with_loss out, or give them with '
+                        'dls.test_dl(..., with_labels=True)')
+    return tuple(res)
 
 
 # %% ../../nbs/text/20_learner.ipynb #90434519

@@ -11,7 +11,7 @@ from fastcore.basics import patch
 
 from ..errors import UserError, unknown
 from ..rules import check_whole
-from .task import Task, TokenAccuracy, decoded, encode
+from .task import Task, TokenAccuracy, decoded, encode, one_each
 from .tokenize import by_text
 
 # %% ../../nbs/text/17_seq2seq.ipynb #c8e6c1de
@@ -114,6 +114,7 @@ def predict(self:Seq2Seq, learn, items, bs=16, # Number of texts at once
 # %% ../../nbs/text/17_seq2seq.ipynb #801413d0
 @patch
 def _write(self:Seq2Seq, learn, x, **kwargs):
+    one_each(kwargs)
     hf,t = learn.model.hf,learn.dls.tokenizer
     kwargs = dict(max_new_tokens=self.max_target, do_sample=False, num_beams=1, decoder_start_token_id=self._start,
                   pad_token_id=t.pad_token_id) | kwargs
