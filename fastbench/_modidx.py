@@ -4510,6 +4510,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'fastbench/text/learner.py'),
                                         'fastbench.text.learner._check_length': ( 'text/learner.html#_check_length',
                                                                                   'fastbench/text/learner.py'),
+                                        'fastbench.text.learner._check_metrics': ( 'text/learner.html#_check_metrics',
+                                                                                   'fastbench/text/learner.py'),
                                         'fastbench.text.learner._check_target': ( 'text/learner.html#_check_target',
                                                                                   'fastbench/text/learner.py'),
                                         'fastbench.text.learner._cols': ('text/learner.html#_cols', 'fastbench/text/learner.py'),

@@ -357,3 +357,13 @@ def test_no_loss_without_targets(tok):
     with learn.no_bar(), pytest.raises(UserError, match='no targets, so there is no loss'): learn.get_preds(dl=learn.dls.test_dl(TEXTS[:3]), with_loss=True)
     with learn.no_bar(): preds, targs, losses = learn.get_preds(with_loss=True)
     torch.testing.assert_close(losses, -preds.log().gather(1, targs[:, None])[:, 0], rtol=1e-3, atol=1e-4)
+
+
+def test_metrics_that_count_padding_are_refused(tok):
+    from fastai.metrics import accuracy, error_rate
+    rows = [(['ba'], ['O']), (['be'], ['B-X'])]
+    dls = task_dls(TokenClassification(['O', 'B-X']), rows, rows, tok, device='cpu')
+    for o in (accuracy, [error_rate]):
+        with pytest.raises(UserError, match='counts padding and other places without a target as wrong: take fastbench.text.task.TokenAccuracy'): hf_learner(dls, 'bert-tiny', 'token-classification', pretrained=False, metrics=o)
+    texts = hf_dls([(o, 'ab'[i % 2]) for i, o in enumerate(TEXTS)], tok, max_length=40, workers=0, device='cpu')
+    hf_learner(texts, 'bert-tiny', pretrained=False, metrics=accuracy)

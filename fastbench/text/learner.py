@@ -16,6 +16,7 @@ import torch
 from fastai.data.core import DataLoaders
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation
+from fastai.metrics import accuracy, error_rate
 from fastai.torch_core import find_bs, nested_reorder
 from fastcore.basics import noop, patch
 from fastcore.foundation import L
@@ -175,6 +176,14 @@ def _prepare(m, dls, task, attn, packed):
     names = list(map(str, task.vocab))
     m.config.id2label,m.config.label2id = dict(enumerate(names)),{o: i for i,o in enumerate(names)}
 
+def _check_metrics(metrics, task):
+    "Refuse metrics that count places without a target as wrong"
+    if not (task.per_token or task.head == 'seq2seq'): return
+    for o in metrics if isinstance(metrics, (list, tuple, L)) else [metrics]:
+        if o in (accuracy, error_rate):
+            raise UserError(f'{o.__name__} counts padding and other places without a target as wrong: take '
+                            'fastbench.text.task.TokenAccuracy()')
+
 # %% ../../nbs/text/20_learner.ipynb #08ee8ea1
 @delegates(BenchLearner)
 def hf_learner(dls, # `DataLoaders` of texts, with a tokenizer
@@ -201,6 +210,7 @@ def hf_learner(dls, # `DataLoaders` of texts, with a tokenizer
     packed = getattr(dls.train, 'loader', None) == 'packed'
     _prepare(m, dls, task, attn, packed)
     if metrics is None: metrics = task.metrics()
+    _check_metrics(metrics, task)
     learn = HFLearner(dls, m, loss_func=loss_func or task.loss_func(), metrics=metrics, splitter=splitter, lr=lr,
                       train_bn=train_bn, **kwargs)
     learn.task,learn.weights = task,m.source
