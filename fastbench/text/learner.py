@@ -115,6 +115,7 @@ def own_preds(self:HFLearner, ds_idx=1, # Number of the set
     res = [L(cb.kept[o]) if wanted.get(o, True) else None for o in names]
     return tuple(res if idxs is None else nested_reorder(res, torch.tensor(list(idxs)).argsort()))
 
+# %% ../../nbs/text/20_learner.ipynb #hfpreds3
 @patch
 def get_preds(self:HFLearner, ds_idx=1, # Number of the set
               dl=None, # Another loader
@@ -130,7 +131,6 @@ def get_preds(self:HFLearner, ds_idx=1, # Number of the set
         raise UserError('these texts have no targets, so there is no loss: leave with_loss out, or give them with '
                         'dls.test_dl(..., with_labels=True)')
     return tuple(res)
-
 
 # %% ../../nbs/text/20_learner.ipynb #90434519
 @patch
@@ -176,6 +176,7 @@ def _prepare(m, dls, task, attn, packed):
     names = list(map(str, task.vocab))
     m.config.id2label,m.config.label2id = dict(enumerate(names)),{o: i for i,o in enumerate(names)}
 
+# %% ../../nbs/text/20_learner.ipynb #chkmet02
 def _check_metrics(metrics, task):
     "Refuse metrics that count places without a target as wrong"
     if not (task.per_token or task.head == 'seq2seq'): return

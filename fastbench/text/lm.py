@@ -150,7 +150,8 @@ def _filled(learn, text):
     x = t(text, return_tensors='pt', truncation=True, max_length=learn.max_length)
     x = {k: v.to(m.hf.device) for k,v in x.items()}
     if not (x['input_ids'] == t.mask_token_id).any():
-        raise UserError(f'{t.mask_token} is behind the {learn.max_length} tokens that are read: shorten the text before it')
+        raise UserError(f'{t.mask_token} is behind the {learn.max_length} tokens that are read: shorten the text '
+                        'before it')
     training = m.training
     try:
         with torch.no_grad(): probs = m.eval()(x)[0].float().softmax(-1).cpu()

@@ -20,7 +20,7 @@ from ..errors import UserError
 from .task import ShareRight, Task, decoded
 from .tokenize import by_text
 
-# %% ../../nbs/text/16_qa.ipynb #c6b744d7
+# %% ../../nbs/text/16_qa.ipynb #qaprts02
 def _first(o): # o: of SQuAD a list or an array, of which the first counts
     return o if isinstance(o, str) or not hasattr(o, '__len__') else o[0] if len(o) else None
 
@@ -31,6 +31,7 @@ def _answer_of(o):
     if hasattr(text := a.get('text'), '__len__') and not len(text): return '',-1
     return _first(text),_first(a.get('answer_start'))
 
+# %% ../../nbs/text/16_qa.ipynb #qaprts03
 def _check_parts(number, question, context, answer, start):
     "Fail if a part of an example is of another kind, and name it"
     parts = dict(question=question, context=context, answer='' if answer is None else answer)
@@ -41,6 +42,7 @@ def _check_parts(number, question, context, answer, start):
     raise UserError(f"example {number}: its {k} is {said}. Drop it, or put it right; an example is (question, context, "
                     "answer), or dict(question='...', context='...', answers=dict(text=['...'], answer_start=[0]))")
 
+# %% ../../nbs/text/16_qa.ipynb #c6b744d7
 def qa_example(o, # A dict with question, context and answers, or (question, context[, answer])
                number=0, # Number of the example, for the error
     )->tuple: # question, context, answer ('' if there is none, None if unknown), its first character

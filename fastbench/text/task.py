@@ -198,9 +198,9 @@ def examples_of(self:Task, df, # A DataFrame
 def one_each(kwargs # For transformers' `generate`
     ):
     "Refuse several answers for a text"
-    if kwargs.get('num_return_sequences', 1) == 1: return
-    raise UserError(f"num_return_sequences={kwargs['num_return_sequences']} cannot be: predict gives one answer for each "
-                    'text. For several, call learn.model.hf.generate')
+    if (n := kwargs.get('num_return_sequences', 1)) == 1: return
+    raise UserError(f'num_return_sequences={n} cannot be: predict gives one answer for each text. For several, call '
+                    'learn.model.hf.generate')
 
 
 # %% ../../nbs/text/14_task.ipynb #chkdata2

@@ -119,6 +119,7 @@ def world_size(self:BPTTLoader):
     "The number of processes that the rows are dealt to"
     return dealt()[1] if self.told[1] is None else self.told[1]
 
+# %% ../../nbs/text/19_words.ipynb #bpttrk03
 @patch(as_prop=True)
 def length(self:BPTTLoader):
     "The number of words in a row"
@@ -136,7 +137,6 @@ def n(self:BPTTLoader):
 
 @patch(set_prop=True)
 def n(self:BPTTLoader, v): pass  # fastai's loader would set it once
-
 
 # %% ../../nbs/text/19_words.ipynb #b27b2fb9
 @patch
