@@ -266,3 +266,16 @@ def test_a_model_that_is_there_keeps_its_head():
     assert hf_model(t5, 'summarization').hf is t5.hf
     own = type('Own', (type(m.hf),), {})(m.config)
     assert hf_model(own, 'token-classification').hf is own
+
+
+@pytest.mark.parametrize('attn,said', [('typo', "unknown attn 'typo'"), (3, 'unknown attn 3'), ('spda', "did you mean 'sdpa'"), ('flash_attention_2', "attn='flash_attention_2' cannot be: .*lash")])
+def test_an_attention_that_is_not_there_is_one_line(tok, attn, said):
+    with pytest.raises(UserError, match=said) as e: hf_model('bert-tiny', tokenizer=tok(), pretrained=False, attn=attn)
+    one_line(e)
+
+
+def test_a_config_without_a_size_of_the_vocabulary_takes_the_tokenizers(tok):
+    from transformers import EsmConfig
+    config = EsmConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    assert config.vocab_size is None and hf_model(config, tokenizer=tok(), pretrained=False, n_out=2).config.vocab_size == len(tok())
+    with pytest.raises(UserError, match='config of esm has no vocab_size'): hf_model(config, pretrained=False)

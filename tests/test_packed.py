@@ -213,3 +213,15 @@ def test_bounds():
     assert x.grad.tolist() == [[[1, 1]]*3]
     q = torch.randn(1, 2, 3, 4)
     torch.testing.assert_close(_by_text(q, q, q, b, True, None), _dense(q, q, q, b, True, None))
+
+
+def test_hidden_words_of_one_text_do_not_scale_another():
+    "ESM scales a text's embeddings by its own share of hidden words"
+    from transformers import EsmConfig
+    torch.manual_seed(0)
+    cfg = EsmConfig(vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, pad_token_id=0, mask_token_id=4, token_dropout=True, initializer_range=.3)
+    model = fast_attention(AutoModelForMaskedLM.from_config(cfg)).eval()
+    x, p = batches(0)
+    x['input_ids'][0, :2], p['input_ids'][0, :2] = 4, 4
+    real = p['attention_mask'].bool()
+    torch.testing.assert_close(packed_call(model, x, per_token=True).logits[0], model(**p).logits[real], rtol=1e-4, atol=1e-4)

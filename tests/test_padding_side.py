@@ -79,3 +79,34 @@ def test_an_exported_learner_pads_as_before(tok, tmp_path):
     assert again.dls.tokenizer.padding_side == 'left'
     alone, got = alone_and_together(again)
     torch.testing.assert_close(torch.cat(alone), got, rtol=1e-4, atol=1e-5)
+
+
+PAIRS = dict(t5=dict(vocab_size=60, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, eos_token_id=2),
+             bart=dict(vocab_size=60, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64, init_std=.3, eos_token_id=2))
+
+
+@pytest.mark.parametrize('family,task,fits', [('t5', 'seq2seq', True), ('bart', 'seq2seq', False), ('t5', 'sequence-classification', False), ('bart', 'sequence-classification', False)])
+def test_an_encoder_with_a_decoder_is_asked_too(family, task, fits):
+    "BART counts the padding as places of the text, and the decoder of a classifier reads it; T5's encoder does not look at it"
+    from fastbench.text.seq2seq import Seq2Seq
+    from test_text_data import make_tokenizer
+    for side in ('right', 'left'):
+        tok = make_tokenizer(side=side)
+        seq, few = Seq2Seq(max_target=8), [(o, o) for o, _ in ROWS]
+        dls = task_dls(seq, few, few, tok, bs=4, max_length=40, device='cpu') if task == 'seq2seq' else hf_dls(ROWS, tok, device='cpu', bs=4, max_length=40)
+        def make(): return hf_learner(dls, AutoConfig.for_model(family, pad_token_id=0, **PAIRS[family]), seq if task == 'seq2seq' else task, pretrained=False)
+        if side == 'right' or fits: make()
+        else:
+            with pytest.raises(UserError, match="pads on the left.*counts the padding.*padding_side='right'"): make()
+
+
+@pytest.mark.parametrize('side', ['right', 'left'])
+def test_spans_depend_on_no_other_text_and_nobody_says_so(side):
+    import warnings
+    from fastbench.text.qa import QuestionAnswering
+    from test_text_data import make_tokenizer
+    task, rows = QuestionAnswering(stride=4), [('ba', o, o.split()[0]) for o, _ in ROWS]
+    with warnings.catch_warnings(record=True) as got:
+        warnings.simplefilter('always')
+        hf_learner(task_dls(task, rows, rows[:4], make_tokenizer(side=side), bs=4, max_length=40, device='cpu'), config('bert'), task, pretrained=False)
+    assert not [str(o.message) for o in got if 'another answer' in str(o.message)]

@@ -11,7 +11,7 @@ from fastbench.text.learner import hf_learner
 from fastbench.text.lm import CausalLM, MaskedLM
 from fastbench.text.qa import QuestionAnswering, answer_scores, best_span, qa_example
 from fastbench.text.seq2seq import Seq2Seq, Summarization
-from fastbench.text.task import find_task, task_dls, tasks
+from fastbench.text.task import SequenceClassification, find_task, task_dls, tasks
 from fastbench.text.tokens import TokenClassification, entities
 
 pytestmark = pytest.mark.usefixtures('no_hub')
@@ -220,3 +220,150 @@ def test_examples_without_targets_teach_nothing(tok, task, model, row, loader):
     dls = task_dls(task, [row]*4, [row]*2, tok, max_length=40, device='cpu', loader=loader)
     with pytest.raises(UserError, match='nothing can be learned from them') as e: small(dls, model, task)
     assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('loader', [None, 'sorted'])
+@pytest.mark.parametrize('bad,said', [(dict(context=None), 'example 2: its context is missing'), (dict(question=float('nan')), 'example 2: its question is nan'), (dict(answers=None), 'example 2 has no target'),
+                                      (dict(answers=['bi']), r"example 2: its answer is \['bi'\], not a text"), (dict(answers=dict(text=['bi'], answer_start=['3'])), "example 2: its answer_start is '3', not a number")])
+def test_a_question_that_cannot_be_is_named_with_its_field(tok, loader, bad, said):
+    ok = dict(question='ba', context='ba bi bo', answers=dict(text=['bi'], answer_start=[3]))
+    rows = [ok, ok, ok | bad, ok]
+    with pytest.raises(UserError, match=f'valid: {said}') as e: task_dls(QuestionAnswering(), [ok]*4, rows, tok, max_length=24, device='cpu', loader=loader)
+    assert '\n' not in str(e.value)
+    lacking = {k: v for k, v in ok.items() if k not in bad}
+    if 'answers' not in bad:
+        with pytest.raises(UserError, match=f'example 1: its {list(bad)[0]} is missing'): task_dls(QuestionAnswering(), [ok, lacking], [ok], tok, device='cpu', loader=loader)
+
+
+def test_questions_in_every_form_of_squad():
+    import numpy as np
+    for o in (dict(text=['bi'], answer_start=[3]), dict(text=np.array(['bi'], object), answer_start=np.array([3])), dict(text='bi', answer_start=3), dict(text=['bi']), 'bi'):
+        assert qa_example(dict(question='ba', context='ba bi bo', answers=o)) == ('ba', 'ba bi bo', 'bi', 3)
+    for o in (dict(text=[], answer_start=[]), dict(text=np.array([]), answer_start=np.array([]))): assert qa_example(dict(question='a', context='b', answers=o))[2:] == ('', -1)
+    with pytest.raises(UserError, match='example 3 is None'): qa_example(None, 3)
+
+
+def test_predicted_and_scored_questions_are_named_too(tok):
+    ok = dict(question='ba', context='ba bi bo', answers=dict(text=['bi'], answer_start=[3]))
+    task = QuestionAnswering(stride=4)
+    learn = small(task_dls(task, [ok]*2, [ok], tok, max_length=24, device='cpu'), 'bert-tiny', task)
+    with pytest.raises(UserError, match='example 1: its context is missing'): learn.predict([ok, dict(question='ba')])
+    with pytest.raises(UserError, match='example 1 has no answer to compare with'): task.evaluate(learn, [ok, ('ba', 'bi')])
+
+
+@pytest.mark.parametrize('task,rows', [(TokenClassification(['O', 'B-X']), [(['ba'], ['O']), (['ba'], None)]), (Summarization(), [('ba', 'be'), 'ba']), (Summarization(), [('ba', 'be'), ('ba', None)])])
+def test_an_example_without_a_target_is_not_dropped_with_its_batch(tok, task, rows):
+    with pytest.raises(UserError, match='train: example 1 has no target, and others have one') as e: task_dls(task, rows, rows[:1], tok, device='cpu')
+    assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('task,row', [(TokenClassification(['O', 'B-X']), 3), (Summarization(), 3), (Summarization(), ('ba', 3)), (QuestionAnswering(), ('ba', 3, 'ba'))])
+def test_an_example_that_cannot_be_is_one_line(tok, task, row):
+    with pytest.raises(UserError, match='train: example 0') as e: task_dls(task, [row]*2, [row], tok, device='cpu')
+    assert '\n' not in str(e.value)
+
+
+def test_targets_fit_the_decoder(tok):
+    from transformers import BartConfig
+    config = BartConfig(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=24)
+    rows = [('ba be', ' '.join(['ba']*40))]*4
+    def make(n):
+        task = Summarization(max_target=n)
+        return small(task_dls(task, rows, rows, tok, max_length=24, bs=2, device='cpu'), config, task)
+    with pytest.raises(UserError, match='max_target=64 cannot be: the decoder of BartForConditionalGeneration has positions for 24 tokens'): make(64)
+    learn = make(24)
+    assert learn.dls.valid.one_batch()[1].shape[1] == 24 and math.isfinite(learn.validate()[0]) and len(learn.predict('ba')[1]) <= 25
+    with pytest.raises(UserError, match='alone adds 2 tokens'): make(2)
+    for n in (0, 2.5, None):
+        with pytest.raises(UserError, match=f'max_target={n} cannot be: a whole number'): make(n)
+
+
+# Settings of the data and of the task
+
+def test_data_with_other_settings_than_the_tasks_are_refused(tok):
+    "Targets are made by the task that the data have"
+    dls = hf_dls(TEXTS, tok, label_col=None, max_length=40, workers=0, device='cpu')
+    first = small(dls, 'bert-tiny', MaskedLM(.3))
+    with pytest.raises(UserError, match='made with share=0.3, and the task has share=0.6: make others'): small(dls, 'bert-tiny', MaskedLM(.6))
+    assert small(dls, 'bert-tiny', 'masked-lm').task is first.task and small(dls, 'bert-tiny', MaskedLM(.3)).task.share == .3
+    made = MaskedLM(.4)
+    assert small(task_dls(made, TEXTS, TEXTS[:9], tok, device='cpu'), 'bert-tiny', 'masked-lm').task is made
+
+
+def test_names_in_another_order_are_refused(tok):
+    dls = hf_dls([(o, 'ab'[i % 2]) for i, o in enumerate(TEXTS)], tok, max_length=40, workers=0, device='cpu')
+    with pytest.raises(UserError, match=r"made with vocab=\['a', 'b'\], and the task has vocab=\['b', 'a'\]"): small(dls, 'bert-tiny', SequenceClassification(['b', 'a']))
+    assert small(dls, 'bert-tiny', SequenceClassification(['a', 'b'])).task.vocab == ['a', 'b']
+    rows = [(['ba'], ['O']), (['be'], ['B-X'])]
+    dls = task_dls(TokenClassification(['O', 'B-X']), rows, rows, tok, device='cpu')
+    with pytest.raises(UserError, match="the task has vocab="): small(dls, 'bert-tiny', TokenClassification(['B-X', 'O']))
+
+
+# What can be predicted
+
+def test_what_predict_takes(tok):
+    import pandas as pd
+    dls = hf_dls([(o, 'ab'[i % 2]) for i, o in enumerate(TEXTS)], tok, max_length=40, workers=0, device='cpu')
+    learn = small(dls, 'bert-tiny', 'sequence-classification')
+    with learn.no_bar(): want, got = learn.predict(TEXTS[:3]), learn.predict(o for o in TEXTS[:3])
+    assert [o[0] for o in got] == [o[0] for o in want] and all(torch.allclose(a[2], b[2]) for a, b in zip(want, got))
+    for o in ({'text': 'ba'}, {'ba'}, b'ba', 3, None):
+        with pytest.raises(UserError, match='is no text: give a text, a list'): learn.predict(o)
+    lm = small(hf_dls(pd.DataFrame(dict(body=TEXTS)), tok, text_col='body', label_col=None, max_length=40, workers=0, device='cpu'), 'gpt2-tiny', 'causal-lm')
+    got = lm.predict(pd.DataFrame(dict(n=[1, 2], body=TEXTS[:2])), n=2)
+    assert [o[0] for o in got] == [o[0] for o in lm.predict(TEXTS[:2], n=2)]
+    with pytest.raises(UserError, match="unknown column 'body'"): lm.predict(pd.DataFrame(dict(text=TEXTS[:2])))
+
+
+def test_questions_of_a_table(tok):
+    import pandas as pd
+    rows = [dict(question='ba', context=o, answers=dict(text=[o.split()[0]], answer_start=[0])) for o in TEXTS[:4]]
+    task = QuestionAnswering(stride=4)
+    learn = small(task_dls(task, rows, rows, tok, max_length=40, bs=4, device='cpu'), 'bert-tiny', task)
+    assert [o[0] for o in learn.predict(pd.DataFrame(rows))] == [o[0] for o in learn.predict(rows)] == [o[0] for o in learn.predict(iter(rows))]
+
+
+@pytest.mark.parametrize('beams', [1, 3])
+def test_log_probabilities_are_those_of_the_tokens(tok, beams):
+    "Of several beams, those of the one that was chosen"
+    from transformers import GPT2Config
+    learn = small(hf_dls(TEXTS, tok, label_col=None, max_length=40, workers=0, device='cpu'), GPT2Config(n_embd=16, n_layer=1, n_head=2, initializer_range=.5), 'causal-lm')
+    text, new, logs = learn.predict(TEXTS[1], n=5, num_beams=beams)
+    ids = torch.tensor([*tok(TEXTS[1], add_special_tokens=False)['input_ids'], *new.tolist()])[None]
+    with torch.no_grad(): want = learn.model.eval().hf(ids).logits[0].log_softmax(-1)[-len(new)-1:-1].gather(1, new[:, None])[:, 0]
+    torch.testing.assert_close(logs, want, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_written(tok):
+    dls = hf_dls(TEXTS, tok, label_col=None, max_length=12, workers=0, device='cpu')
+    lm, masked = small(dls, 'gpt2-tiny', 'causal-lm'), small(hf_dls(TEXTS, tok, label_col=None, max_length=12, workers=0, device='cpu'), 'bert-tiny', 'masked-lm')
+    task = Summarization(max_target=8)
+    writer = small(task_dls(task, [('ba', 'be')]*4, [('ba', 'be')], tok, max_length=12, device='cpu'), 't5-tiny', task)
+    for f, said in ((lambda: lm.predict(''), 'there is nothing to continue'), (lambda: lm.predict('ba', n=0), 'n=0 cannot be'), (lambda: lm.predict('ba', num_return_sequences=2, do_sample=True), 'num_return_sequences=2 cannot be'),
+                    (lambda: writer.predict(['ba', 'be'], num_return_sequences=2, num_beams=2), 'num_return_sequences=2 cannot be'), (lambda: masked.predict('ba '*30 + '<mask>'), '<mask> is behind the 12 tokens')):
+        with pytest.raises(UserError, match=said) as e: f()
+        assert '\n' not in str(e.value)
+
+
+def test_texts_that_fill_no_batch_train_nothing(tok):
+    rows = [(o, 'ab'[i % 2]) for i, o in enumerate(TEXTS[:7])]
+    for loader in ('sorted', 'random'):
+        with pytest.raises(UserError, match='5 texts for training fill no batch of bs=16'): hf_dls(rows[:5], tok, valid=rows[5:], loader=loader, bs=16, drop_last=True, max_length=40, workers=0, device='cpu')
+        assert len(hf_dls(rows[:5], tok, valid=rows[5:], loader=loader, bs=4, drop_last=True, max_length=40, workers=0, device='cpu').train) == 1
+
+
+def test_no_loss_without_targets(tok):
+    learn = small(hf_dls([(o, 'ab'[i % 2]) for i, o in enumerate(TEXTS)], tok, max_length=40, workers=0, device='cpu'), 'bert-tiny', 'sequence-classification')
+    with learn.no_bar(), pytest.raises(UserError, match='no targets, so there is no loss'): learn.get_preds(dl=learn.dls.test_dl(TEXTS[:3]), with_loss=True)
+    with learn.no_bar(): preds, targs, losses = learn.get_preds(with_loss=True)
+    torch.testing.assert_close(losses, -preds.log().gather(1, targs[:, None])[:, 0], rtol=1e-3, atol=1e-4)
+
+
+def test_metrics_that_count_padding_are_refused(tok):
+    from fastai.metrics import accuracy, error_rate
+    rows = [(['ba'], ['O']), (['be'], ['B-X'])]
+    dls = task_dls(TokenClassification(['O', 'B-X']), rows, rows, tok, device='cpu')
+    for o in (accuracy, [error_rate]):
+        with pytest.raises(UserError, match='counts padding and other places without a target as wrong: take fastbench.text.task.TokenAccuracy'): hf_learner(dls, 'bert-tiny', 'token-classification', pretrained=False, metrics=o)
+    texts = hf_dls([(o, 'ab'[i % 2]) for i, o in enumerate(TEXTS)], tok, max_length=40, workers=0, device='cpu')
+    hf_learner(texts, 'bert-tiny', pretrained=False, metrics=accuracy)

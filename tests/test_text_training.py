@@ -130,3 +130,38 @@ def test_a_tokenizer_without_rust(rows):
     texts = [t[:30] for t, _ in rows[:40]]
     got = [o for b in drawn(TextDL(texts, tok, bs=8, shuffle=True, max_length=16)) for o in b]
     assert sorted(got) == sorted(tok(t, truncation=True, max_length=16)['input_ids'] for t in texts)
+
+
+@pytest.mark.parametrize('loader', ['sorted', 'packed'])
+@pytest.mark.parametrize('name', ['classes', 'causal', 'masked', 'tags'])
+def test_accumulation_counts_texts(tok, rows, name, loader):
+    "A packed batch of tokens has one row of targets, and many texts"
+    from copy import deepcopy
+    from fastai.callback.training import GradientAccumulation
+    from fastai.optimizer import SGD
+    from fastbench.text.task import task_dls
+    from fastbench.text.tokens import TokenClassification
+    from functools import partial
+    class Batches(Callback):
+        run_valid = False
+        def before_fit(self): self.got = []
+        def before_batch(self): self.got.append((self.x, self.y))
+    kw = dict(opt_func=partial(SGD, mom=0., wd=0.), cbs=[Batches(), GradientAccumulation(20)], config=dict(hidden_dropout_prob=0., attention_probs_dropout_prob=0.) if name != 'causal' else dict(resid_pdrop=0., embd_pdrop=0., attn_pdrop=0.))
+    if name == 'classes': learn = hf_learner(hf_dls(rows[:40], tok, loader=loader, bs=8, max_length=64, workers=0, device='cpu'), 'bert-tiny', pretrained=False, **kw)
+    elif name == 'tags':
+        task, few = TokenClassification(['O', 'B-X']), [(t.split(), ['O' if w in WORDS[:30] else 'B-X' for w in t.split()]) for t, _ in rows[:40]]
+        learn = hf_learner(task_dls(task, few[:32], few[32:], tok, bs=8, max_length=64, device='cpu', loader=loader), 'bert-tiny', task, pretrained=False, **kw)
+    else: learn = hf_learner(hf_dls([t for t, _ in rows[:40]], tok, label_col=None, loader=loader, bs=8, max_length=64, workers=0, device='cpu'), 'gpt2-tiny' if name == 'causal' else 'bert-tiny', f'{name}-lm', pretrained=False, **kw)
+    model = deepcopy(learn.model).train()
+    with learn.no_bar(), learn.no_logging(): learn.fit(2, .1)
+    n, steps, opt = 0, 0, torch.optim.SGD(model.parameters(), lr=.1)
+    for epoch in (0, 1):
+        for x, y in learn.batches.got[epoch*len(learn.batches.got)//2:(epoch+1)*len(learn.batches.got)//2]:
+            texts = len(x['cu_seq_lens'])-1 if loader == 'packed' else len(x['input_ids'])
+            (learn.loss_func(model(x), y)*texts/20).backward()
+            n += texts
+            if n >= 20:
+                opt.step(), opt.zero_grad()
+                n, steps = 0, steps+1
+    assert steps >= 2
+    for a, b in zip(learn.model.parameters(), model.parameters()): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

@@ -40,6 +40,8 @@ def _zero_loss(pred): return sum(t.sum() for t in _outputs(pred))*0
 # %% ../../nbs/distributed/00_weigh.ipynb #c629da0a
 def _n_targets(learn): return getattr(learn, 'n_targets', find_bs)(learn.yb)
 
+def _n_items(learn): return getattr(learn, 'n_items', find_bs)(learn.yb)
+
 def _on_gpu(n): return isinstance(n, Tensor) and n.device.type != 'cpu'
 
 def _counts(n, items):
@@ -53,7 +55,7 @@ class WeighShares(Callback):
     def state_dict(self)->dict: "Return the state: none outlasts a step"; return {}
     def load_state_dict(self, state): "As above" # Of `state_dict`
     def before_batch(self):
-        n,items = self._own = _n_targets(self.learn),find_bs(self.learn.yb)
+        n,items = self._own = _n_targets(self.learn),_n_items(self.learn)
         self._sums = start_sum(_counts(n, items))
         self._coming = Arriving(n) if _on_gpu(n) else None
 
@@ -61,7 +63,7 @@ class WeighShares(Callback):
         with noted(self.learn, LOSS_SYNC, FIRST['after_loss']): self.total,self.items = self._sums()
         n,items = self._own = self._coming.wait().item() if self._coming else self._own[0],self._own[1]
         f = world_size() if _is_sum(self.learn.loss_func) else share_factor(n, self.total, world_size())
-        f = f*self._accumulated(items)
+        f = f*self._accumulated(find_bs(self.learn.yb))
         loss = self.learn.loss_grad if n else _zero_loss(self.learn.pred)
         self.learn.loss_grad = loss*(f.to(loss) if _on_gpu(f) else float(f))
 
@@ -70,7 +72,7 @@ def _is_sum(loss_func): return getattr(loss_func, 'reduction', 'mean') == 'sum'
 
 # %% ../../nbs/distributed/00_weigh.ipynb #c9f2e0fa
 @patch
-def _accumulated(self:WeighShares, items):
+def _accumulated(self:WeighShares, items): # items: those that it counts itself
     "Tell `GradientAccumulation` about the samples of others; return the correction of this batch's weight"
     found = [o for o in self.learn.cbs if isinstance(o, GradientAccumulation)]
     for o in found: o.count += int(self.items) - items

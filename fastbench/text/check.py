@@ -126,28 +126,34 @@ def _ask_kernels(self:CheckPacked, asked, device, dtype, where):
 def _beside(model, left):
     "Return the keys of a short text alone, and of a batch with a long one before it"
     vocab,pad = model.config.get_text_config().vocab_size,model.config.pad_token_id or 0
-    ids = torch.tensor(([i for i in range(vocab-1, 0, -1) if i != pad]*7)[:7], device=next(model.parameters()).device)
+    ends = model.config.eos_token_id if model.config.is_encoder_decoder else None
+    ends = ends if isinstance(ends, list) else [ends]
+    ids = torch.tensor(([i for i in range(vocab-1, 0, -1) if i not in (pad, *ends)]*7)[:7],
+                       device=next(model.parameters()).device)
     at = torch.arange(7, device=ids.device)
     real = torch.stack([at >= 0, at >= 4 if left else at < 3])
     both = torch.stack([ids, torch.where(real[1], ids, pad)])
+    if ends[0] is not None: both[[0, 1], [-1, -1 if left else 2]] = ends[0]
     alone = both[1:,-3:] if left else both[1:,:3]
     return dict(input_ids=alone, attention_mask=torch.ones_like(alone)),dict(input_ids=both, attention_mask=real.long())
+
+def _written(model, x): # words that are there already, if the model writes
+    return dict(decoder_input_ids=x['input_ids'].new_ones(len(x['input_ids']), 2)) if model.writes else {}
 
 @torch.no_grad()
 def _same_beside(model, left):
     "Return whether `model` gives a text the same answer alone and beside a longer one"
     was,model.pads_left = model.pads_left,left
-    try: want,got = map(model, _beside(model.hf, left))
+    try: want,got = (model({**o, **_written(model, o)}) for o in _beside(model.hf, left))
     finally: model.pads_left = was
     pairs = zip(want, got) if isinstance(got, tuple) else [(want, got)]
-    part = slice(None) if not model.per_token else slice(-3, None) if left else slice(3)
+    part = slice(None) if not (model.per_token or isinstance(got, tuple)) else slice(-3, None) if left else slice(3)
     return all(_close(b[1:,part], a, 1e-4) for a,b in pairs)
 
 # %% ../../nbs/text/12_check.ipynb #2278d7b8
 def check_padding(model, # An `HFModel`
     ): # `model`
     "Fail if padding is on a side where the model does not expect it"
-    if model.config.is_encoder_decoder: return model
     left,training = model.pads_left,model.training
     name,side,other = type(model.hf).__name__,*('left', 'right')[::1 if left else -1]
     model.eval()
@@ -156,8 +162,9 @@ def check_padding(model, # An `HFModel`
         lost = not _same_beside(model, not left)
     finally: model.train(training)
     said = f'{name} gives a text another answer in each batch'
-    at = 'first' if left else 'last'
-    if not lost: raise UserError(f"the tokenizer pads on the {side}, and there {said} (its head reads the {at} place): "
+    at = f"its head reads the {'first' if left else 'last'} place"
+    if model.config.is_encoder_decoder: at = 'its encoder or its decoder counts the padding'
+    if not lost: raise UserError(f"the tokenizer pads on the {side}, and there {said} ({at}): "
                                  f"set tokenizer.padding_side='{other}' before the data are loaded")
     warnings.warn(f'{said}, on whichever side it is padded: compare accuracies at one batch size only', stacklevel=3)
     return model

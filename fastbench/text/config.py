@@ -79,7 +79,7 @@ def _special(t):
 def _fitted(config, tokenizer, exact):
     "Fit `config` for random weights to the ids and words of `tokenizer`"
     n,ids = len(tokenizer),_special(tokenizer)
-    config.vocab_size = n if exact else max(n, config.vocab_size)
+    config.vocab_size = n if exact else max(n, config.vocab_size or 0)
     for k,v in ids.items():
         if hasattr(config, f'{k}_token_id'): setattr(config, f'{k}_token_id', v)
     if getattr(config, 'forced_eos_token_id', None) is not None: config.forced_eos_token_id = ids['eos']

@@ -204,6 +204,11 @@ def _split_frame(data, valid, text_col, label_col, valid_pct, seed):
     return df.reset_index(drop=True),_drawn(len(df), valid_pct, seed) if held is None else held
 
 # %% ../../nbs/text/13_data.ipynb #2d09e903
+def _check_fills(n, bs):
+    if n >= bs: return
+    raise UserError(f'{n} texts for training fill no batch of bs={bs}, and drop_last leaves out what does not: use a '
+                    'smaller bs')
+
 def _token_budget(loader, max_tokens, bs, max_length):
     if max_tokens is not None or loader not in ('budget', 'packed'): return max_tokens
     return bs*(max_length or 512)//2
@@ -225,7 +230,8 @@ class TextDataLoaders(DataLoaders):
                 **kwargs, # For the loader
         ): # A loader like that for validation
         "Make a loader of more texts"
-        if not with_labels: return super().test_dl(test_items, rm_type_tfms, **kwargs)
+        if not with_labels or isinstance(test_items, TextDataset):
+            return super().test_dl(test_items, rm_type_tfms, **kwargs)
         cols,label_col,delim = self.columns
         df = as_frame(test_items, cols, label_col or 'label')[0]
         y = _labels_like(df, label_col, delim, self.vocab, self.info['labels'])
@@ -265,6 +271,7 @@ def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folde
     cols = [text_col] if isinstance(text_col, str) else list(text_col)
     texts = check_texts(texts_of(df, cols), cols[0])
     y,vocab,kind = (None, None, 'none') if label_col is None else labels_of(df, label_col, ~held, label_delim)
+    if kwargs.get('drop_last') and loader in ('sorted', 'random'): _check_fills(int((~held).sum()), bs)
     is_bt = isinstance(tokenizer, BatchTokenizer)
     bt = tokenizer if is_bt else BatchTokenizer(tokenizer, max_length, pad_to_multiple_of)
     if workers is None: workers = int((~held).sum() >= 2000 and worker_cores() > 1)

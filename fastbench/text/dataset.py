@@ -6,11 +6,16 @@
 __all__ = ['check_texts', 'TextDataset', 'texts_of', 'text_table', 'ShowsTexts']
 
 # %% ../../nbs/text/04_dataset.ipynb #fb5b9f78
+from copy import copy
+
 import pandas as pd
 import torch
 from fastai.data.core import display_df
 from fastai.data.transforms import CategoryMap
+from fastai.interpret import plot_top_losses
 from fastcore.basics import patch
+from fastcore.foundation import L
+from plum import dispatch
 
 from ..errors import UserError, plural, unknown
 
@@ -75,6 +80,26 @@ def texts_of(df, # A DataFrame
     texts = [df[o].tolist() for o in cols]
     return texts[0] if len(cols) == 1 else list(zip(*texts))
 
+# %% ../../nbs/text/04_dataset.ipynb #dsitems2
+class _Picked:
+    def __init__(self, ds): self.ds = ds
+    def __getitem__(self, idxs):
+        at = torch.as_tensor(idxs).flatten()
+        res = copy(self.ds)
+        res.texts,res.y = [self.ds.texts[i] for i in at.tolist()],None if self.ds.y is None else self.ds.y[at]
+        return res
+
+@patch(as_prop=True)
+def iloc(self:TextDataset):
+    "Take out some of the texts by their numbers, with their labels"
+    return _Picked(self)
+
+@patch(as_prop=True)
+def items(self:TextDataset):
+    "What the numbers of texts refer to: the texts with their labels"
+    return self
+
+
 # %% ../../nbs/text/04_dataset.ipynb #b51744e1
 def text_table(columns, # Name -> values, a list
                width=200, # Number of characters shown of a text
@@ -119,4 +144,31 @@ def show_results(self:ShowsTexts, b, # A batch
                  **kwargs # For fastai
     ): # A DataFrame
     "Show the texts, targets and predictions of a batch"
+    if isinstance(out, tuple) and len(out) == 1: out, = out
     return self._show(b, out, max_n, width, show)
+
+# %% ../../nbs/text/04_dataset.ipynb #toplos02
+class _TopRows(tuple): # Names of columns
+    "Tell `plot_top_losses` that these are texts"
+
+@patch
+def _pre_show_batch(self:ShowsTexts, b, max_n=9):
+    cols = self.columns(tuple(b), None, max_n)
+    return _TopRows(cols),None,L(zip(*cols.values()))
+
+@dispatch
+def plot_top_losses(x:_TopRows, # Names of columns
+                    y, # Not used
+                    its, # Rows with the targets
+                    outs, # Of each row its prediction, and what stands before it
+                    preds, # Not used
+                    losses, # Of the rows
+                    width=200, # Characters of a text that are shown
+                    show=True, # False: only give the table
+                    **kwargs): # For fastai
+    "Show the texts with the largest losses"
+    rows = [(*a[:-1], a[-1], o[-1], loss) for a,o,loss in zip(its, outs, losses.tolist())]
+    df = text_table(dict(zip((*x, 'prediction', 'loss'), zip(*rows))), width)
+    if show: display_df(df)
+    else: return df
+

@@ -18,6 +18,7 @@ from torch import nn
 from ..compat import of_checkpointing
 from ..machine.download import DataUnavailable
 from ..machine.environment import memory_limit
+from ..machine.hub import first_line
 from ..errors import UserError, unknown
 from .config import changed_config, find_model, hf_config, hf_configs, is_tiny, read_pretrained
 from .packed import first_position, packed_call, set_apart
@@ -48,7 +49,7 @@ _layout = ('position_ids', 'cu_seq_lens', 'lengths', 'max_length')  # of a packe
 
 class HFModel(nn.Module):
     "A model of transformers, called with the dict of a batch"
-    source,fresh,pad_is_word,pads_left = None,(),False,False
+    source,fresh,pad_is_word,pads_left,writes = None,(),False,False,False
     def __init__(self, hf, # A `PreTrainedModel` with a head
                  per_token:bool=False, # The head works on single tokens (matters for packed batches)
         ):
@@ -84,6 +85,9 @@ def call_hf(self:HFModel, x): # A `ModelOutput`
     if 'cu_seq_lens' in x:
         return packed_call(self.hf, {k: v for k,v in x.items() if k in self.takes or k in _layout}, self.per_token)
     x = {k: v for k,v in x.items() if k in self.takes}
+    if self.writes and 'decoder_input_ids' not in x:
+        raise UserError(f'these texts have no targets, and {type(self.hf).__name__} predicts the next word of one: '
+                        'learn.predict writes a text for each')
     if 'attention_mask' in x:
         if self.pad_is_word: x = self.told_apart(x)
         if self.pads_left: x = self.counted(x)
@@ -184,6 +188,9 @@ def n_params(config, # A `PretrainedConfig`
              task:str='sequence-classification', # One of `auto_classes`
     )->int: # Number of parameters, tied ones counted once
     "Count the parameters of a model without building it"
+    if config.get_text_config().vocab_size is None:
+        raise UserError(f'the config of {config.model_type} has no vocab_size: give it one, or give the '
+                        'tokenizer of the data')
     with torch.device('meta'), hf_quiet(): model = _class_of(config, task).from_config(config)
     return sum(p.numel() for p in model.parameters())
 
@@ -217,7 +224,11 @@ def _random(config, label, task, tokenizer, kwargs):
     "Build a model with random weights"
     cls = _class_of(config, task)
     _check_memory(config, task, label)
-    with hf_quiet(): hf = cls.from_config(config, **kwargs)
+    try:
+        with hf_quiet(): hf = cls.from_config(config, **kwargs)
+    except (ImportError, ValueError) as e:
+        if (attn := kwargs.get('attn_implementation')) is None: raise
+        raise UserError(f'attn={attn!r} cannot be: {first_line(e)}') from None
     return _finish(hf, tokenizer, 'random', [k for k,_ in hf.named_parameters()])
 
 def _check_head(hf, task):
@@ -228,6 +239,13 @@ def _check_head(hf, task):
     has = f'the head for {heads[0]}' if heads else 'no head'
     raise UserError(f'the model is built already, a {type(hf).__name__} with {has}, and the task is {task}: '
                     f'make it with {auto_classes[task]}' + (f', or say task={heads[0]!r}' if heads else ''))
+
+def _check_attn(attn):
+    "Refuse an attention that nobody knows; one of the hub has a slash in its name"
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    known = ['eager', *(o for o in ALL_ATTENTION_FUNCTIONS.valid_keys() if '|' not in o)]
+    if attn is None or isinstance(attn, str) and (attn in known or '/' in attn or '|' in attn): return
+    raise UserError(unknown('attn', attn, ['fastbench', 'fastbench_values', *known]))
 
 def _check_built(hf, n_out, attn, changes):
     "Refuse what a model that is there cannot become"
@@ -270,6 +288,7 @@ def hf_model(name, # A hub's name, a folder, a name of `hf_configs`, a config, o
     )->HFModel: # `source` says where the weights are from, `fresh` which are random
     "Build a model of transformers, or fail with one line saying why"
     from transformers import PretrainedConfig, PreTrainedModel
+    _check_attn(attn)
     if isinstance(name, HFModel): name = name.hf
     if isinstance(name, PreTrainedModel):
         _check_head(name, task)

@@ -15,7 +15,8 @@ from fastcore.basics import patch
 
 from ..train.fast_callbacks import LeanLoss
 from ..errors import UserError
-from .task import Task, decoded, encode
+from ..rules import check_whole
+from .task import Task, decoded, encode, one_each
 from .tokenize import by_text
 
 # %% ../../nbs/text/18_lm.ipynb #37a4e8be
@@ -32,7 +33,9 @@ class LanguageTask(Task):
     "A task that makes its targets from the texts"
     per_token = True
     @classmethod
-    def from_dls(cls, dls, **settings): return cls(**settings)
+    def from_dls(cls, dls, **settings):
+        own = getattr(dls.train, 'task', None)
+        return cls(**settings) if settings or not isinstance(own, cls) else own
     def metrics(self): return [TokenPerplexity()]
     def finish(self, x, y=None): # x: dict of a batch; y: labels, not used
         "Return a batch with its targets"
@@ -67,6 +70,8 @@ class CausalLM(LanguageTask):
 
     def predict(self, learn, items, n=20, **kwargs): # n: maximum number of tokens; kwargs: for transformers' `generate`
         "Return each text with its continuation, the new tokens, and their log-probabilities"
+        check_whole(1, n=n)
+        one_each(kwargs)
         return [_continued(learn, o, n, kwargs) for o in items]
 
 # %% ../../nbs/text/18_lm.ipynb #846f7c95
@@ -74,6 +79,9 @@ def _continued(learn, text, n, kwargs):
     "Return `text` with its continuation, the new tokens, and their log-probabilities"
     t,hf = learn.dls.tokenizer,learn.model.hf
     enc = t(text, return_tensors='pt', truncation=True, max_length=learn.max_length, add_special_tokens=False)
+    if not enc['input_ids'].numel():
+        raise UserError('there is nothing to continue: give a word, or the token with which a text begins'
+                        + (f' ({t.bos_token})' if t.bos_token else ''))
     enc = {k: v.to(hf.device) for k,v in enc.items() if k in learn.model.takes}
     kwargs = dict(max_new_tokens=n, do_sample=False, pad_token_id=t.pad_token_id, output_scores=True) | kwargs
     training = hf.training
@@ -81,7 +89,9 @@ def _continued(learn, text, n, kwargs):
         with torch.no_grad(): out = hf.eval().generate(**enc, **kwargs, return_dict_in_generate=True)
     finally: hf.train(training)
     new = out.sequences[0, enc['input_ids'].shape[1]:]
-    scores = torch.stack([s[0].log_softmax(-1)[i] for s,i in zip(out.scores, new)]) if out.scores else None
+    if (of := getattr(out, 'beam_indices', None)) is not None:
+        scores = hf.compute_transition_scores(out.sequences, out.scores, of, normalize_logits=True)[0][:len(new)]
+    else: scores = torch.stack([s[0].log_softmax(-1)[i] for s,i in zip(out.scores, new)]) if out.scores else None
     return t.decode(out.sequences[0], skip_special_tokens=True), new, scores
 
 # %% ../../nbs/text/18_lm.ipynb #f6ae3f51
@@ -139,6 +149,9 @@ def _filled(learn, text):
         raise UserError(f'there is nothing to fill in: put {t.mask_token} where a word is missing')
     x = t(text, return_tensors='pt', truncation=True, max_length=learn.max_length)
     x = {k: v.to(m.hf.device) for k,v in x.items()}
+    if not (x['input_ids'] == t.mask_token_id).any():
+        raise UserError(f'{t.mask_token} is behind the {learn.max_length} tokens that are read: shorten the text '
+                        'before it')
     training = m.training
     try:
         with torch.no_grad(): probs = m.eval()(x)[0].float().softmax(-1).cpu()

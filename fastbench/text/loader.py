@@ -103,6 +103,7 @@ def new(self:TextDL, dataset=None, cls=None, **kwargs):
     if not same and isinstance(old, TextDataset) and not hasattr(dataset, 'n_inp'): dataset = old.like(dataset)
     mine = {o: getattr(self, o) for o in 'loader max_tokens seed window group finish task'.split()}
     mine |= dict(zip(('rank', 'world_size'), self._told))
+    if kwargs.pop('process', None): kwargs |= dict(loader='random', shuffle=False)  # fastai's Interpretation: as given
     tokens = dict(tokenizer=self.tokens, cache=self.cache if same else bool(self.cache.data))
     return super(TextDL, self).new(dataset, cls, **merge(tokens, mine, kwargs))
 

@@ -215,9 +215,10 @@ def _packing(base, body):
 def _apart(base, bounds, pad): # pad: the number of the padding token
     "Let embeddings that look at their neighbours see each text by itself"
     layer = getattr(base, 'embeddings', None)
-    if not getattr(layer, 'trigram_input', False): return (yield)
+    if not any(getattr(layer, o, False) for o in ('trigram_input', 'token_dropout')): return (yield)
     def before(module, args, kwargs):
         given = {**dict(zip(_names(type(module)), args)), **kwargs}
+        if 'attention_mask' in given: given['attention_mask'] = torch.ones_like(given['input_ids'])
         return (), {k: bounds.pad(v, pad if k == 'input_ids' else 0) if v is not None else v for k,v in given.items()}
     def after(module, args, out): return out.flatten(0, 1).index_select(0, bounds.place)[None]
     handles = layer.register_forward_pre_hook(before, with_kwargs=True),layer.register_forward_hook(after)

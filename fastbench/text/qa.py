@@ -20,29 +20,50 @@ from ..errors import UserError
 from .task import ShareRight, Task, decoded
 from .tokenize import by_text
 
+# %% ../../nbs/text/16_qa.ipynb #qaprts02
+def _first(o): # o: of SQuAD a list or an array, of which the first counts
+    return o if isinstance(o, str) or not hasattr(o, '__len__') else o[0] if len(o) else None
+
+def _answer_of(o):
+    "Return the answer of a dict ('' if there is none, None if unknown), and its first character"
+    a = o.get('answers', o.get('answer'))
+    if not isinstance(a, dict): return a,o.get('answer_start')
+    if hasattr(text := a.get('text'), '__len__') and not len(text): return '',-1
+    return _first(text),_first(a.get('answer_start'))
+
+# %% ../../nbs/text/16_qa.ipynb #qaprts03
+def _check_parts(number, question, context, answer, start):
+    "Fail if a part of an example is of another kind, and name it"
+    parts = dict(question=question, context=context, answer='' if answer is None else answer)
+    bad = next(((k, o) for k,o in parts.items() if not isinstance(o, str)), None)
+    if bad is None and (start is None or hasattr(start, '__index__')): return
+    k,o = bad or ('answer_start', start)
+    said = 'missing, or None' if o is None else f"{repr(o)[:60]}, not a {'text' if bad else 'number'}"
+    raise UserError(f"example {number}: its {k} is {said}. Drop it, or put it right; an example is (question, context, "
+                    "answer), or dict(question='...', context='...', answers=dict(text=['...'], answer_start=[0]))")
+
 # %% ../../nbs/text/16_qa.ipynb #c6b744d7
 def qa_example(o, # A dict with question, context and answers, or (question, context[, answer])
                number=0, # Number of the example, for the error
     )->tuple: # question, context, answer ('' if there is none, None if unknown), its first character
     "Return an example of question answering in one form"
-    if isinstance(o, dict):
-        a = o.get('answers', o.get('answer'))
-        if isinstance(a, dict): a,start = (a['text'][0], a['answer_start'][0]) if len(a['text']) else ('', -1)
-        else: start = o.get('answer_start')
-        q,c = o['question'],o['context']
-    else: (q,c,*rest),start = o,None
-    if not isinstance(o, dict): a = rest[0] if rest else None
+    if isinstance(o, dict): q,c,(a,start) = o.get('question'),o.get('context'),_answer_of(o)
+    elif isinstance(o, (tuple, list)) and len(o) > 1: (q,c,a),start = (*o, None)[:3],None
+    else: raise UserError(f'example {number} is {repr(o)[:60]}, no question with its context: give (question, context)')
+    _check_parts(number, q, c, a, start)
     if a and start is None: start = c.find(a)
     if a and (start < 0 or c[start:start+len(a)] != a):
         at = f' at character {start}' if start >= 0 else ''
         raise UserError(f'example {number}: the answer {a[:60]!r} is not in its context{at}')
     return q, c, a, start
 
+
 # %% ../../nbs/text/16_qa.ipynb #28f166cc
 class SpanLoss(nn.Module):
     "Mean cross-entropy of the first and the last token"
+    reduction = 'mean'
     def forward(self, pred, targ): # Two tensors of (windows, tokens); (windows, 2)
-        return (F.cross_entropy(pred[0].float(), targ[:,0]) + F.cross_entropy(pred[1].float(), targ[:,1]))/2
+        return sum(F.cross_entropy(p.float(), targ[:,i], reduction=self.reduction) for i,p in enumerate(pred))/2
     def decodes(self, pred): # (windows, 2): the best span of at most 30 tokens
         s,e = (o.float() for o in pred)
         score = s[:,:,None] + e[:,None]
@@ -60,6 +81,7 @@ class SpanMatch(ShareRight):
 class QuestionAnswering(Task):
     "Predict the span of a context that answers a question"
     name = head = 'question-answering'
+    uneven,splits,pad_preds = True,True,torch.finfo(torch.float32).min
     takes = 'a question, a context and the answer in it'
     fill = dict(context=0) # The key besides the tokenizer's, and its padding value
     def __init__(self, stride:int=128, # Number of tokens that two windows share
@@ -96,6 +118,12 @@ def windows(self:QuestionAnswering,
     return enc, enc.pop('overflow_to_sample_mapping').tolist()
 
 # %% ../../nbs/text/16_qa.ipynb #5e3a0e57
+@patch
+def target(self:QuestionAnswering, o, number): return qa_example(o, number)[2]
+
+@patch
+def examples_of(self:QuestionAnswering, df, cols): return df.to_dict('records')
+
 @patch
 def collate(self:QuestionAnswering, tokenizer, examples, max_length=512):
     examples = [qa_example(o, i) for i,o in enumerate(examples)]
@@ -148,6 +176,20 @@ def size(self:QuestionAnswering, o # A window
     )->tuple: # Number of tokens, twice
     "Return the size of a window"
     return (len(o['input_ids']),)*2
+
+def _ends(x):
+    "Return the first place of each window, and the one after its last"
+    if 'cu_seq_lens' in x: n = x['cu_seq_lens'].diff().cpu().long(); return torch.zeros_like(n),n
+    first = x['attention_mask'].cpu().argmax(1)
+    return first,first + x['attention_mask'].cpu().sum(1)
+
+@patch
+def rows(self:QuestionAnswering, x, values, y=None):
+    if isinstance(values, tuple): return list(zip(*(self.rows(x, v) for v in values)))
+    return [o[a:b] for o,a,b in zip(values.cpu(), *_ends(x))]
+
+@patch
+def targets_of(self:QuestionAnswering, x, values, y=None): return list(values.cpu() - _ends(x)[0][:,None])
 
 @patch
 def finish(self:QuestionAnswering, x, y=None):
@@ -205,8 +247,7 @@ def predict(self:QuestionAnswering, learn, items, bs=16, **kwargs): # bs: number
     training = model.training
     model.eval()
     try:
-        for o in items:
-            q,c,*_ = qa_example(o)
+        for q,c,*_ in [qa_example(o, i) for i,o in enumerate(items)]:
             x,*_ = self.collate(tok, [(q, c)], learn.max_length)
             (score,a,b),none = _best_of(model, x, bs, self.longest)
             if self.impossible and none > score or not c.strip(): score,a,b = none,0,0
@@ -239,5 +280,8 @@ def evaluate(self:QuestionAnswering, learn, # The Learner
     )->dict: # exact and f1, from 0 to 1
     "Return exact match and F1 over whole contexts"
     ex = [qa_example(o, i) for i,o in enumerate(examples)]
+    for i,(*_,a,_) in enumerate(ex):
+        if a is None: raise UserError(f'example {i} has no answer to compare with: drop it, or say that there is none '
+                                      "with answers=dict(text=[], answer_start=[])")
     got = self.predict(learn, [(q, c) for q,c,*_ in ex])
     return answer_scores([o[0] for o in got], [a or '' for *_,a,_ in ex])

@@ -10,7 +10,8 @@ import torch
 from fastcore.basics import patch
 
 from ..errors import UserError, unknown
-from .task import Task, TokenAccuracy, decoded, encode
+from ..rules import check_whole
+from .task import Task, TokenAccuracy, decoded, encode, one_each
 from .tokenize import by_text
 
 # %% ../../nbs/text/17_seq2seq.ipynb #c8e6c1de
@@ -42,12 +43,14 @@ _scores = dict(rouge=rouge, bleu=bleu)
 class Seq2Seq(Task):
     "Another text for a text"
     name = head = 'seq2seq'
+    uneven = True
     takes = 'a text and another one to write for it'
     score,_start = 'rouge',None
     def __init__(self, max_target:int=128, # Maximum number of tokens of a target, in training and writing
                  prefix:str='', # Put before each source, as in T5's training: `'summarize: '`
                  score=None, # 'rouge' or 'bleu'; None: the task's own
         ):
+        check_whole(1, max_target=max_target)
         self.max_target,self.prefix,self.score = max_target,prefix,score or self.score
         if self.score not in _scores: raise UserError(unknown('score', self.score, list(_scores)))
 
@@ -71,15 +74,32 @@ class Translation(Seq2Seq):
 
 # %% ../../nbs/text/17_seq2seq.ipynb #caa83bdd
 @patch
+def target(self:Seq2Seq, o, number):
+    parts = [o] if isinstance(o, str) else o
+    if not isinstance(parts, (tuple, list)) or not len(parts) or not isinstance(parts[0], str):
+        raise UserError(f'example {number} is {repr(o)[:60]}, and no text with the one to write for it')
+    res = parts[1] if len(parts) > 1 else None
+    if res is None or isinstance(res, str): return res
+    raise UserError(f'example {number} has {repr(res)[:60]} to write, which is no text: drop it, or put it right')
+
+@patch
 def collate(self:Seq2Seq, tokenizer, examples, max_length=512):
     source = [o if isinstance(o, str) else o[0] for o in examples]
     x = encode(tokenizer, [self.prefix+o for o in source], max_length)
     if isinstance(examples[0], str) or len(examples[0]) < 2: return x,
+    if self.max_target <= (added := tokenizer.num_special_tokens_to_add()):
+        raise UserError(f'max_target={self.max_target} cannot be: {type(tokenizer).__name__} alone adds {added} tokens '
+                        'to each text')
     y = tokenizer(text_target=[o[1] for o in examples], truncation=True, max_length=self.max_target, padding=True,
                   padding_side='right', return_tensors='pt')
     ids = y['input_ids']
     first = torch.full_like(ids[:,:1], tokenizer.pad_token_id if self._start is None else self._start)
     return x | dict(decoder_input_ids=torch.cat([first, ids[:,:-1]], 1)),ids.masked_fill(y['attention_mask'] == 0, -100)
+
+@patch
+def rows(self:Seq2Seq, x, values, y=None): # as long as the targets: what is said behind them depends on the batch
+    if y is None: return list(values.cpu())
+    return [o[:n] for o,n in zip(values.cpu(), (y != -100).sum(1).tolist())]
 
 # %% ../../nbs/text/17_seq2seq.ipynb #7b7c7108
 @patch
@@ -94,6 +114,7 @@ def predict(self:Seq2Seq, learn, items, bs=16, # Number of texts at once
 # %% ../../nbs/text/17_seq2seq.ipynb #801413d0
 @patch
 def _write(self:Seq2Seq, learn, x, **kwargs):
+    one_each(kwargs)
     hf,t = learn.model.hf,learn.dls.tokenizer
     kwargs = dict(max_new_tokens=self.max_target, do_sample=False, num_beams=1, decoder_start_token_id=self._start,
                   pad_token_id=t.pad_token_id) | kwargs

@@ -130,6 +130,13 @@ def encode(self:TokenClassification, tokenizer, # A fast tokenizer of transforme
 
 # %% ../../nbs/text/15_tokens.ipynb #35051b7e
 @patch
+def target(self:TokenClassification, o, number):
+    if not isinstance(o, (str, tuple, list)) or not len(o) and not isinstance(o, str):
+        raise UserError(f'example {number} is {repr(o)[:60]}: an example is a list of words and as many tags')
+    _check_words(_words(o), _tags(o), number)
+    return _tags(o)
+
+@patch
 def units(self:TokenClassification,
           tokenizer, # Not used
           examples, # A list

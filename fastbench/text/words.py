@@ -19,6 +19,7 @@ from fastcore.basics import patch
 from ..errors import UserError
 from ..data.place import is_path
 from ..machine import group as ranks
+from ..machine.dealing import dealt
 from .sources import TextSet, load_text_source
 from ..train.learner import find_device
 from ..train.transfer import put
@@ -84,22 +85,19 @@ class BPTTLoader(DataLoader):
                  shuffle=False, # Put the documents in another order each epoch
                  seed=42, # Random seed of that order, the same on all ranks
                  rank=None, # Which rows to read: the `rank`th `bs` ...
-                 world_size=None, # ... of `world_size`; None: ask the process group
+                 world_size=None, # ... of `world_size`; None: ask the process group while a Learner trains in it
                  device=None, # Where batches go
                  **kwargs):
-        rank,world_size = _ranks(rank, world_size)
-        _check_rows(len(tokens), bs, bptt, rank, world_size)
-        self.length = (len(tokens)-1)//(bs*world_size) # words in a row
+        self.tokens,self.bptt,self.told = tokens,bptt,(rank, world_size)
+        _check_rows(len(tokens), bs, bptt, self.rank, self.world_size)
         if shuffle and ends is None: raise UserError('shuffle needs `ends`, the places where documents end')
-        self.tokens,self.bptt,self.ends,self.by_doc = tokens,bptt,ends,shuffle
-        self.seed,self.rank,self.world_size = seed,rank,world_size
-        self.stop = self.length//bptt*bptt if drop_last else self.length
-        super().__init__(bs=bs, n=bs*-(-self.stop//bptt), drop_last=drop_last, device=device, **kwargs)
+        self.ends,self.by_doc,self.seed = ends,shuffle,seed
+        super().__init__(bs=bs, drop_last=drop_last, device=device, **kwargs)
         self.rng = random.Random(seed)
 
     def new(self, dataset=None, cls=None, bs=None, **kwargs):
-        own = 'tokens bptt ends seed rank world_size device drop_last'.split()
-        own = {k: getattr(self, k) for k in own}
+        own = {k: getattr(self, k) for k in 'tokens bptt ends seed device drop_last'.split()}
+        own |= dict(zip(('rank', 'world_size'), self.told))
         kwargs = {k: v for k,v in kwargs.items() if k in own or k == 'get_idxs'}
         return (cls or type(self))(**own | dict(bs=bs or self.bs, shuffle=self.by_doc) | kwargs)
 
@@ -109,6 +107,36 @@ class BPTTLoader(DataLoader):
         x,y = self.rows()
         for i in range(0, self.stop, self.bptt):
             yield tuple(o[:, i:min(i+self.bptt, self.stop)].contiguous() for o in (x, y))
+
+# %% ../../nbs/text/19_words.ipynb #bpttrk02
+@patch(as_prop=True)
+def rank(self:BPTTLoader):
+    "Which of `world_size` parts of the rows this process reads"
+    return dealt()[0] if self.told[0] is None else self.told[0]
+
+@patch(as_prop=True)
+def world_size(self:BPTTLoader):
+    "The number of processes that the rows are dealt to"
+    return dealt()[1] if self.told[1] is None else self.told[1]
+
+# %% ../../nbs/text/19_words.ipynb #bpttrk03
+@patch(as_prop=True)
+def length(self:BPTTLoader):
+    "The number of words in a row"
+    return (len(self.tokens)-1)//(self.bs*self.world_size)
+
+@patch(as_prop=True)
+def stop(self:BPTTLoader):
+    "The number of words in a row that are read"
+    return self.length//self.bptt*self.bptt if self.drop_last else self.length
+
+@patch(as_prop=True)
+def n(self:BPTTLoader):
+    "The number of rows of all windows"
+    return self.bs*-(-self.stop//self.bptt)
+
+@patch(set_prop=True)
+def n(self:BPTTLoader, v): pass  # fastai's loader would set it once
 
 # %% ../../nbs/text/19_words.ipynb #b27b2fb9
 @patch
@@ -122,6 +150,7 @@ def order(self:BPTTLoader): # int64 [words]
 @patch
 def rows(self:BPTTLoader): # Two int64 [bs, length]: words, and the words after them
     "The rows of this rank"
+    _check_rows(len(self.tokens), self.bs, self.bptt, self.rank, self.world_size)
     all,n = self.order(), self.bs*self.world_size*self.length
     part = slice(self.rank*self.bs, (self.rank+1)*self.bs)
     return tuple(put(all[i:n+i].view(-1, self.length)[part], self.device or 'cpu') for i in (0, 1))
@@ -150,7 +179,7 @@ def lm_dls(data='docstrings', # A source, a path, a `TextSet`, or (training text
            sample=1., # Share of the documents to use
            drop_last=False, # Leave out the last window of training if it is shorter, as torch.compile likes it
            rank=None, # Which of `world_size` parts of the rows to read
-           world_size=None, # Number of ranks; None: ask the process group
+           world_size=None, # Number of ranks; None: ask the process group while a Learner trains in it
            device=None, # None: fastai's default
            offline=False, # Never open a connection
            valid=None, # For a path: what is held out, as for `own_texts`
@@ -160,7 +189,7 @@ def lm_dls(data='docstrings', # A source, a path, a `TextSet`, or (training text
     if isinstance(data, str) or is_path(data):
         data = load_text_source(data, sample=sample, seed=seed, offline=offline, valid=valid, text_col=text_col,
                                 labelled=False)
-    rank,world_size = _ranks(rank, world_size)
+    told,(rank,world_size) = dict(rank=rank, world_size=world_size),_ranks(rank, world_size)
     own = isinstance(data, TextSet)
     texts = (data.train.texts, data.valid.texts) if own else data
     how = data.source.words if own else 'prose'
@@ -170,12 +199,12 @@ def lm_dls(data='docstrings', # A source, a path, a `TextSet`, or (training text
     where = data.source.name if own else 'this corpus'
     sizes = bs,valid_bs or bs
     for o,part,n in zip(coded, ('training', 'validation'), sizes): _enough(len(o), n*world_size, bptt, where, part)
-    args = dict(bptt=bptt, seed=seed, rank=rank, world_size=world_size)
-    train = BPTTLoader(coded[0], bs, ends=_doc_ends(docs[0]), shuffle=shuffle, drop_last=drop_last, **args)
-    dls = DataLoaders(train, BPTTLoader(coded[1], sizes[1], **args))
+    args = dict(bptt=bptt, seed=seed)
+    train = BPTTLoader(coded[0], bs, ends=_doc_ends(docs[0]), shuffle=shuffle, drop_last=drop_last, **args, **told)
+    dls = DataLoaders(train, BPTTLoader(coded[1], sizes[1], **args, **told))
     dls.to(find_device(device))
     dls.vocab,dls.how = vocab,how
     unknown = round((coded[1] == 0).float().mean().item(), 4)
-    dls.info = (data.info if own else {}) | args | dict(bs=bs, n_words=len(vocab), train_words=len(coded[0]),
-        valid_words=len(coded[1]), shuffle=shuffle, drop_last=drop_last, unknown=unknown)
+    dls.info = (data.info if own else {}) | args | dict(rank=rank, world_size=world_size, bs=bs, n_words=len(vocab),
+        train_words=len(coded[0]), valid_words=len(coded[1]), shuffle=shuffle, drop_last=drop_last, unknown=unknown)
     return dls

@@ -136,8 +136,15 @@ def get_preds(self:Switches, ds_idx=1, # Which set, by its number
               **kwargs): # As for fastai's: with_input, with_decoded, with_loss, act, reorder, ...
     "Predictions and targets; with several processes, those of all, on each process"
     cb = getattr(self, 'distributed_trainer', None)
-    own = super(Switches, self).get_preds
+    own = self.own_preds
     return cb.all_preds(own, ds_idx, dl, **kwargs) if hasattr(cb, 'all_preds') else own(ds_idx, dl, **kwargs)
+
+@patch
+def own_preds(self:Switches, ds_idx=1, # Which set, by its number
+              dl=None, # Another loader
+              **kwargs): # As for fastai's `get_preds`
+    "Predictions and targets of this process"
+    return super(Switches, self).get_preds(ds_idx, dl, **kwargs)
 
 @patch
 def compile(self:Switches, mode=None, dynamic=None, fullgraph=False, backend='inductor',
