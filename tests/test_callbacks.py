@@ -11,6 +11,7 @@ from torch import nn
 from fastbench.callback.amp import MixedPrecision
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.limit import FirstBatches
+from fastbench.errors import UserError
 from fastbench.train.learner import BenchLearner
 from test_profiler import items, on
 
@@ -146,3 +147,34 @@ def test_an_average_waits_for_nothing(gpu):
     learn.add_cbs([first, last]).fit(1)
     for (waits, launches), (then, after) in list(zip(seen[::2], seen[1::2]))[1:]:
         assert waits == then and after - launches < 30, 'four kinds of tensors'
+
+
+class Keeps(nn.Sequential):
+    "As fastai's AWD_LSTM, it keeps results of its last training batch, which cannot be copied"
+    kept = None
+
+    def forward(self, x):
+        out = super().forward(x)
+        if self.training: self.kept = [out]
+        return out
+
+
+def test_ema_of_a_model_that_cannot_be_copied():
+    "A second fit averages as with a model that can"
+    ends = []
+    for keeps in (False, True):
+        last, at_valid = Last(), []
+        learn = make([EMACallback(.5), last])
+        if keeps: learn.model = Keeps(*learn.model)
+        learn.add_cb(on(before_batch=lambda: None if learn.training else at_valid.append(weights(learn))))
+        for i in range(2):
+            torch.manual_seed(i)
+            learn.fit(1)
+        ends.append((weights(learn), last.raw, at_valid[-1]))
+        assert not learn.ema._on and not learn.ema._swapped and torch.equal(ends[-1][0], ends[-1][2]) and not torch.equal(ends[-1][0], last.raw)
+    assert all(torch.equal(a, b) for a, b in zip(*ends))
+
+
+@pytest.mark.parametrize('kwargs, said', [(dict(decay='x'), "decay='x' cannot be: a share"), (dict(every=1.5), 'every=1.5 cannot be: a whole number, 1 or more'), (dict(every=0), 'every=0 cannot be')])
+def test_ema_takes_no_other_numbers(kwargs, said):
+    with pytest.raises(UserError, match=said): EMACallback(**kwargs)

@@ -493,3 +493,31 @@ def test_on_cuda(dtype, opt):
     assert learn.mixed_precision._device == 'cuda' and learn.model.dtypes == {learn.mixed_precision.dtype}
     learn.validate()
     clean(learn)
+
+
+def test_a_language_model_of_fastai_on_a_cpu_is_told():
+    "Its hidden state is kept in fp32 from batch to batch: oneDNN has no kernel for both"
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.out = nn.LSTM(8, 4, batch_first=True), nn.Linear(4, 3)
+            self.state = [torch.zeros(1, 4, 4), torch.zeros(1, 4, 4)]
+
+        def forward(self, x): return self.out(self.rnn(x, self.state)[0][:, -1])
+
+    class NoKernel(Net):
+        def forward(self, x): raise RuntimeError('could not create a primitive descriptor for an LSTM. Run with verbose on')
+    data = [(torch.randn(4, 5, 8), torch.randint(3, (4,))) for _ in range(2)]
+    for model, said in ((Keeps(), 'half precision: '), (NoKernel(), r'half precision: PyTorch cannot compute NoKernel in 16 bits on this cpu \(could not .* LSTM\): .*leave it in fp32')):
+        learn = make(model=model, data=(data, data))
+        with pytest.raises(UserError, match=said) as e: learn.fit(1)
+        assert '\n' not in str(e.value)
+        clean(learn, type(model))
+
+
+def test_a_gan_is_told():
+    "Its losses call the model, in fp32"
+    class GANModule(Net): ...
+    learn = make(model=GANModule())
+    with pytest.raises(UserError, match='half precision does not go with a GAN, whose losses call the model in fp32; use to_bf16'): learn.fit(1)
+    clean(learn, GANModule)
