@@ -1,7 +1,7 @@
 "EMA and FirstBatches where a reader of the lessons does not look: inner validations, cancelled ones, batch norm, several fits."
 import pytest
 import torch
-from fastai.callback.core import Callback, CancelValidException, FetchPredsCallback
+from fastai.callback.core import Callback, CancelEpochException, CancelFitException, CancelValidException, FetchPredsCallback
 from fastai.callback.schedule import Learner  # noqa: F401
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
@@ -9,6 +9,7 @@ from fastai.optimizer import SGD
 from torch import nn
 
 from fastbench.callback.amp import MixedPrecision
+from fastbench.callback.channelslast import ChannelsLast
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.limit import FirstBatches
 from fastbench.errors import UserError
@@ -178,3 +179,32 @@ def test_ema_of_a_model_that_cannot_be_copied():
 @pytest.mark.parametrize('kwargs, said', [(dict(decay='x'), "decay='x' cannot be: a share"), (dict(every=1.5), 'every=1.5 cannot be: a whole number, 1 or more'), (dict(every=0), 'every=0 cannot be')])
 def test_ema_takes_no_other_numbers(kwargs, said):
     with pytest.raises(UserError, match=said): EMACallback(**kwargs)
+
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_batch', 'after_validate'])
+@pytest.mark.parametrize('exc', [CancelEpochException, CancelFitException])
+def test_ema_of_an_epoch_cancelled_in_its_validation(event, exc):
+    "Training goes on from the raw weights, and the layout of weights is put back by who changed it"
+    class Cancels(Callback):
+        order, run_train, done = -1, True, False
+
+        def __call__(self, name):
+            if name == event and not self.done and not self.training:
+                self.done = True
+                raise exc()
+    ends = []
+    for ema in ([], [EMACallback(.9, keep=False), ChannelsLast()]):
+        last = Last()
+        learn = make([*ema, last, Cancels()])
+        if ema: learn.model.append(nn.Sequential(nn.Unflatten(1, (3, 1, 1)), nn.Conv2d(3, 3, 3, padding=1), nn.Flatten()))
+        else:
+            torch.manual_seed(0)
+            learn.model.append(nn.Sequential(nn.Unflatten(1, (3, 1, 1)), nn.Conv2d(3, 3, 3, padding=1), nn.Flatten()))
+        with torch.no_grad(): learn.model[3][1].weight.copy_(torch.arange(81.).view(3, 3, 3, 3)/81)
+        with torch.no_grad(): learn.model[3][1].bias.zero_()
+        torch.manual_seed(1)
+        learn.fit(2)
+        ends.append((last.raw, weights(learn)))
+        assert learn.model[3][1].weight.is_contiguous()
+    for a, b in zip(*ends): assert torch.allclose(a, b, atol=1e-6)
+    assert not learn.ema._swapped and not learn.ema._on

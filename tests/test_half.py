@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from fastai.callback.core import FetchPredsCallback
+from fastai.callback.core import CancelFitException, FetchPredsCallback
 from fastai.callback.schedule import Learner  # noqa: F401  (adds fit_one_cycle, lr_find)
 from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
@@ -18,6 +18,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 import fastbench.callback.amp as amp
+from fastbench.callback.channelslast import ChannelsLast
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.half import HalfPrecision, _to
 from fastbench.measure.stopwatch import EVENTS
@@ -521,3 +522,17 @@ def test_a_gan_is_told():
     learn = make(model=GANModule())
     with pytest.raises(UserError, match='half precision does not go with a GAN, whose losses call the model in fp32; use to_bf16'): learn.fit(1)
     clean(learn, GANModule)
+
+
+@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward', 'after_backward'])
+def test_a_fit_cancelled_in_mid_batch_in_channels_last(event):
+    "The weights are in fp32 again before other callbacks undo what is theirs"
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    data = [(torch.randn(2, 3, 8, 8), torch.randint(3, (2,))) for _ in range(3)]
+    cb = Raise(event, CancelFitException, times=1)
+    cb.order = -20
+    learn = make(model=model, data=(data, data), cbs=[ChannelsLast(), cb])
+    learn.fit(1)
+    clean(learn, nn.Sequential)
+    assert model[0].weight.is_contiguous() and model[0].weight.dtype == torch.float32
+    learn.fit(1)

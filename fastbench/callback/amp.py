@@ -254,6 +254,8 @@ def after_cancel_train(self:MixedPrecision): self._restore()
 def after_cancel_validate(self:MixedPrecision): self._restore()
 @patch
 def after_cancel_epoch(self:MixedPrecision): self._restore()
+@patch
+def after_cancel_fit(self:MixedPrecision): self._restore()
 
 # %% ../../nbs/callback/12_amp.ipynb #b738c433
 @patch

@@ -131,6 +131,16 @@ def after_cancel_validate(self:EMACallback):
     self._swap(False)
 
 @patch
+def after_cancel_epoch(self:EMACallback):
+    "Continue training with the raw weights"
+    self._swap(False)
+
+@patch
+def after_cancel_fit(self:EMACallback):
+    "Put the raw weights back before other callbacks undo what is theirs"
+    self._swap(False)
+
+@patch
 def after_fit(self:EMACallback):
     "Put the average into the model if `keep`"
     if not self._on or self.learn.lock.locked(): return  # a validation inside the fit ends, not the fit
