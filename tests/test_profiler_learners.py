@@ -107,3 +107,22 @@ def test_flops_of_models_that_keep_results_and_of_images(monkeypatch):
             warnings.simplefilter('error', UserWarning)
             learn.profile(flops=True).fit(1)
         assert learn.profiler.profile.facts['efficiency']['flops_per_sample'] > 0
+
+
+class Sums(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 1)
+    def forward(self, x): return self.lin(x)
+
+
+def by_name(p, y): return nn.functional.mse_loss(p, y['u'])
+
+
+def test_flops_of_a_sample_with_targets_by_name(monkeypatch):
+    "A dict of two targets is no batch of two samples"
+    monkeypatch.setattr('fastbench.machine.flops.measure_peak', lambda device, precision: 1e12)
+    x = [(torch.randn(3), dict(u=torch.randn(1), v=torch.randn(1))) for _ in range(8)]
+    learn = Learner(DataLoaders.from_dsets(x, x, bs=4), Sums(), loss_func=by_name)
+    with learn.no_bar(), learn.no_logging(): learn.profile(flops=True).fit(1)
+    assert learn.profiler.profile.facts['efficiency']['flops_per_sample'] == 2*3*2

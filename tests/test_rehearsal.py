@@ -6,6 +6,7 @@ from fastai.callback.core import Callback
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import SaveModelCallback
 from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.metrics import accuracy
 from fastai.text.data import TextDataLoaders
@@ -136,4 +137,17 @@ def test_steps_of_a_gan_are_refused():
     dls = DataLoaders.from_dsets(list(zip(x, x[:, :1])), list(zip(x, x[:, :1])), bs=4)
     learn = Learner(dls, nn.Linear(2, 1), loss_func=nn.MSELoss(), cbs=GANTrainer())
     with pytest.raises(UserError, match='steps of a GAN cannot be tried out') as e: learn.find_batch_size(max=8)
+    assert '\n' not in str(e.value)
+
+
+def time_first(b): return torch.stack([o[0] for o in b], 1), torch.stack([o[1] for o in b])
+def in_lists(b): return tuple(o[0] for o in b), tuple(o[1] for o in b)
+
+
+@pytest.mark.parametrize('collate', [time_first, in_lists])
+def test_batches_that_cannot_be_made_larger(collate):
+    "A batch of another size is made along the first dimension: that has to be the samples"
+    x = [(torch.randn(7, 2), torch.randn(1)) for _ in range(12)]
+    learn = Learner(DataLoaders(*(DataLoader(x, bs=4, create_batch=collate) for _ in range(2))), nn.Linear(2, 1), loss_func=nn.MSELoss())
+    with pytest.raises(UserError, match='the first tensor of a batch of 4 samples has 7 rows') as e: learn.find_batch_size(max=8)
     assert '\n' not in str(e.value)

@@ -24,7 +24,7 @@ from .clock import train_device, train_precision
 from .edges import _Compiling, _device_clock, _Last, _Unscaling
 from .stopwatch import FIRST, Stopwatch, UNSCALE, UNSCALED
 from .kernels import Kernels, KernelTable
-from .loader import TimedLoader
+from .loader import TimedLoader, batch_size
 from .remedies import inert_precision, open_remedies
 from .stations import add_up, timed_stations
 from .trace import Trace
@@ -249,7 +249,7 @@ def _efficiency(self):
     xb,yb = cast_tensors(tuple(b[:n])),cast_tensors(tuple(b[n:]))
     samples = stats(self.watch.profile.steps['train'], 'samples')['mean']
     precision,device = train_precision(learn),next(learn.model.parameters()).device
-    flops = count_flops(learn.model, _loss_of(learn), xb, yb)/len(yb[0] if yb else xb[0])
+    flops = count_flops(learn.model, _loss_of(learn), xb, yb)/(batch_size(b)[0] or 1)
     peak,reached = matmul_peak(device, precision),flops*samples/step['mean']
     return dict(flops_per_sample=flops, flops_per_second=reached, peak=peak, share=reached/peak, precision=precision)
 
