@@ -69,12 +69,15 @@ class _Parts(nn.Module):
         for i,b in enumerate(model.buffers()): self.register_buffer(f'buffer_{i}', b.detach())
 
 def _averaged(model):
-    "An average of a model; of its tensors alone where it is in parts, or cannot be copied"
-    whole = not any(map(is_part, model.parameters())) and not hasattr(model, 'keeps_buffers')
-    try: return AveragedModel(model if whole else _Parts(model), use_buffers=True)
+    "What `AveragedModel` copies"
+    return _Parts(model) if any(map(is_part, model.parameters())) or hasattr(model, 'keeps_buffers') else model
+
+def _average(model):
+    try: return AveragedModel(_averaged(model), use_buffers=True)
     except RuntimeError as e:
         if 'deepcopy protocol' not in str(e): raise
         return AveragedModel(_Parts(model), use_buffers=True)  # fastai's AWD_LSTM keeps results of its last batch
+
 
 # %% ../../nbs/callback/04_ema.ipynb #97ceeadc
 @torch.no_grad()
@@ -96,7 +99,7 @@ def _swap(a, b):
 def before_train(self:EMACallback):
     "Start an average, once per fit"
     if self._on: return
-    self.average = _averaged(self.learn.model)
+    self.average = _average(self.learn.model)
     self._on,self._steps,self._updates = True,0,0
     when_cut(self.learn, self._stop)
 

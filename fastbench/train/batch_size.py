@@ -183,6 +183,8 @@ def _n_rows(b):
     raise UserError(f'find_batch_size: a batch is a {type(b).__name__}, which holds no tensor before its batch '
                     'transforms, so its samples cannot be counted. Make tensors of it in create_batch')
 
+def _n_items(dl): return getattr(dl, 'n', None) or (len(dl.dataset) if hasattr(dl, 'dataset') else None)
+
 def _check_first(b, n, dl):
     "Fail if the samples of the first batch are along another dimension, or in a list"
     bs,have = getattr(dl, 'bs', None),_n_items(dl)
@@ -271,7 +273,6 @@ def _whole(name, v):
         raise UserError(f'{name}={v!r} cannot be: a number of samples, 1 or more')
     return int(v)
 
-def _n_items(dl): return getattr(dl, 'n', None) or (len(dl.dataset) if hasattr(dl, 'dataset') else None)
 
 # %% ../../nbs/train/09_batch_size.ipynb #652d55c5
 @patch
