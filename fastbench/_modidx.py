@@ -2364,6 +2364,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastbench/draw/mix.py'),
                                     'fastbench.draw.mix.BatchMix': ('draw/mix.html#batchmix', 'fastbench/draw/mix.py'),
                                     'fastbench.draw.mix.BatchMix.__init__': ('draw/mix.html#batchmix.__init__', 'fastbench/draw/mix.py'),
+                                    'fastbench.draw.mix.BatchMix._check_batch': ( 'draw/mix.html#batchmix._check_batch',
+                                                                                  'fastbench/draw/mix.py'),
                                     'fastbench.draw.mix.BatchMix._drawn': ('draw/mix.html#batchmix._drawn', 'fastbench/draw/mix.py'),
                                     'fastbench.draw.mix.BatchMix._mix_labels': ( 'draw/mix.html#batchmix._mix_labels',
                                                                                  'fastbench/draw/mix.py'),
