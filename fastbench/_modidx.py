@@ -2696,6 +2696,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fastbench.loops.plain': { 'fastbench.loops.plain.StepProfiler.run': ( 'loops/plain.html#stepprofiler.run',
                                                                                    'fastbench/loops/plain.py'),
                                        'fastbench.loops.plain._batch': ('loops/plain.html#_batch', 'fastbench/loops/plain.py'),
+                                       'fastbench.loops.plain._check_names': ('loops/plain.html#_check_names', 'fastbench/loops/plain.py'),
                                        'fastbench.loops.plain._model_facts': ('loops/plain.html#_model_facts', 'fastbench/loops/plain.py'),
                                        'fastbench.loops.plain._n': ('loops/plain.html#_n', 'fastbench/loops/plain.py'),
                                        'fastbench.loops.plain._precision': ('loops/plain.html#_precision', 'fastbench/loops/plain.py'),
