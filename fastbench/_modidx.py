@@ -5104,6 +5104,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fastbench/train/batch_size.py'),
                                             'fastbench.train.batch_size._ahead': ( 'train/batch_size.html#_ahead',
                                                                                    'fastbench/train/batch_size.py'),
+                                            'fastbench.train.batch_size._by_number': ( 'train/batch_size.html#_by_number',
+                                                                                       'fastbench/train/batch_size.py'),
                                             'fastbench.train.batch_size._check_first': ( 'train/batch_size.html#_check_first',
                                                                                          'fastbench/train/batch_size.py'),
                                             'fastbench.train.batch_size._drop_frames': ( 'train/batch_size.html#_drop_frames',

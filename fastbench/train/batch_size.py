@@ -185,11 +185,13 @@ def _n_rows(b):
 
 def _n_items(dl): return getattr(dl, 'n', None) or (len(dl.dataset) if hasattr(dl, 'dataset') else None)
 
+def _by_number(dl): return isinstance(dl, DataLoader) and type(dl).create_batches is DataLoader.create_batches
+
 def _check_first(b, n, dl):
     "Fail if the samples of the first batch are along another dimension, or in a list"
     bs,have = getattr(dl, 'bs', None),_n_items(dl)
     want = min(bs, have) if bs and have else bs
-    if not want or n == want or not isinstance(b, (tuple, list)): return
+    if not want or n == want or not isinstance(b, (tuple, list)) or not _by_number(dl) or _ends(b) is not None: return
     if want in {len(t) for t in _tensors(b) if t.ndim} | {len(o) for o in b if isinstance(o, (tuple, list))}:
         raise UserError(f'find_batch_size: the first tensor of a batch of {want} samples has {n} rows. Batches '
                         'of other sizes are made along the first dimension: that has to be the samples, in tensors, '
