@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from fastai.callback.core import _inner_loop as inner_loop
 from fastai.data.load import _loaders as batch_iterators
+from fastai.learner import _cast_tensor as cast_tensors
 from plum import Function, NotFoundLookupError
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _NormBase as NormBase

@@ -1,16 +1,22 @@
 "EMA and FirstBatches where a reader of the lessons does not look: inner validations, cancelled ones, batch norm, several fits."
 import pytest
 import torch
-from fastai.callback.core import Callback, CancelValidException, FetchPredsCallback
+from fastai.callback.core import Callback, CancelEpochException, CancelFitException, CancelValidException, FetchPredsCallback
 from fastai.callback.schedule import Learner  # noqa: F401
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.optimizer import SGD
+from fastai.vision.core import TensorBBox, TensorPoint
 from torch import nn
 
 from fastbench.callback.amp import MixedPrecision
+from fastbench.callback.channelslast import ChannelsLast
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.limit import FirstBatches
+from fastbench.callback.progressive import ProgressiveResize
+from fastbench.callback.target import TimeToAccuracy
+from fastbench.callback.tta import FlipTTA
+from fastbench.errors import UserError
 from fastbench.train.learner import BenchLearner
 from test_profiler import items, on
 
@@ -146,3 +152,114 @@ def test_an_average_waits_for_nothing(gpu):
     learn.add_cbs([first, last]).fit(1)
     for (waits, launches), (then, after) in list(zip(seen[::2], seen[1::2]))[1:]:
         assert waits == then and after - launches < 30, 'four kinds of tensors'
+
+
+class Keeps(nn.Sequential):
+    "As fastai's AWD_LSTM, it keeps results of its last training batch, which cannot be copied"
+    kept = None
+
+    def forward(self, x):
+        out = super().forward(x)
+        if self.training: self.kept = [out]
+        return out
+
+
+def test_ema_of_a_model_that_cannot_be_copied():
+    "A second fit averages as with a model that can"
+    ends = []
+    for keeps in (False, True):
+        last, at_valid = Last(), []
+        learn = make([EMACallback(.5), last])
+        if keeps: learn.model = Keeps(*learn.model)
+        learn.add_cb(on(before_batch=lambda: None if learn.training else at_valid.append(weights(learn))))
+        for i in range(2):
+            torch.manual_seed(i)
+            learn.fit(1)
+        ends.append((weights(learn), last.raw, at_valid[-1]))
+        assert not learn.ema._on and not learn.ema._swapped and torch.equal(ends[-1][0], ends[-1][2]) and not torch.equal(ends[-1][0], last.raw)
+    assert all(torch.equal(a, b) for a, b in zip(*ends))
+
+
+@pytest.mark.parametrize('kwargs, said', [(dict(decay='x'), "decay='x' cannot be: a share"), (dict(every=1.5), 'every=1.5 cannot be: a whole number, 1 or more'), (dict(every=0), 'every=0 cannot be')])
+def test_ema_takes_no_other_numbers(kwargs, said):
+    with pytest.raises(UserError, match=said): EMACallback(**kwargs)
+
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_batch', 'after_validate'])
+@pytest.mark.parametrize('exc', [CancelEpochException, CancelFitException])
+def test_ema_of_an_epoch_cancelled_in_its_validation(event, exc):
+    "Training goes on from the raw weights, and the layout of weights is put back by who changed it"
+    class Cancels(Callback):
+        order, run_train, done = -1, True, False
+
+        def __call__(self, name):
+            if name == event and not self.done and not self.training:
+                self.done = True
+                raise exc()
+    ends = []
+    for ema in ([], [EMACallback(.9, keep=False), ChannelsLast()]):
+        last = Last()
+        learn = make([*ema, last, Cancels()])
+        if ema: learn.model.append(nn.Sequential(nn.Unflatten(1, (3, 1, 1)), nn.Conv2d(3, 3, 3, padding=1), nn.Flatten()))
+        else:
+            torch.manual_seed(0)
+            learn.model.append(nn.Sequential(nn.Unflatten(1, (3, 1, 1)), nn.Conv2d(3, 3, 3, padding=1), nn.Flatten()))
+        with torch.no_grad(): learn.model[3][1].weight.copy_(torch.arange(81.).view(3, 3, 3, 3)/81)
+        with torch.no_grad(): learn.model[3][1].bias.zero_()
+        torch.manual_seed(1)
+        learn.fit(2)
+        ends.append((last.raw, weights(learn)))
+        assert learn.model[3][1].weight.is_contiguous()
+    for a, b in zip(*ends): assert torch.allclose(a, b, atol=1e-6)
+    assert not learn.ema._swapped and not learn.ema._on
+
+
+# FlipTTA
+
+def flipped(model, n_inp, *items, loss=lambda p, *y: torch.zeros(())):
+    "Predictions of a batch by FlipTTA"
+    dls = DataLoaders([items], [items])
+    dls.n_inp = n_inp
+    learn = Learner(dls, model, loss_func=loss, cbs=FlipTTA())
+    if hasattr(learn, 'progress'): learn.remove_cb(learn.progress)
+    seen = []
+    learn.add_cb(on(after_loss=lambda: seen.append((learn.pred, learn.xb))))
+    learn.validate(dl=[items])
+    return seen[0]
+
+
+class Several(nn.Module):
+    "Takes two images and a table; gives labels, and a map by name"
+    def __init__(self):
+        super().__init__()
+        self.lin, self.conv = nn.Linear(2*3*4*4 + 2, 2), nn.Conv2d(3, 5, 3, padding=1)
+
+    def forward(self, a, t, b): return self.lin(torch.cat([a.flatten(1), b.flatten(1), t], 1)), dict(map=self.conv(a), n=7)
+
+
+def test_flips_of_several_inputs_and_outputs():
+    "Maps are mirrored back, and what is no image is not mirrored"
+    torch.manual_seed(0)
+    model, a, b, t, y = Several(), torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4), torch.randn(2, 2), torch.tensor([0, 1])
+    (label, maps), xb = flipped(model, 3, a, t, b, y)
+    with torch.no_grad(): (l1, m1), (l2, m2) = model(a, t, b), model(a.flip(-1), t, b.flip(-1))
+    assert torch.allclose(label, (l1 + l2)/2, atol=1e-6) and torch.allclose(maps['map'], (m1['map'] + m2['map'].flip(-1))/2, atol=1e-6) and maps['n'] == 7
+    assert [o.shape for o in xb] == [a.shape, t.shape, b.shape] and torch.equal(xb[0], a)
+
+
+@pytest.mark.parametrize('target', [TensorPoint(torch.zeros(2, 1, 2)), TensorBBox(torch.zeros(2, 1, 4))])
+def test_flips_of_points_are_refused(target):
+    with pytest.raises(UserError, match='FlipTTA cannot mirror predictions of places .*Tensor(Point|BBox)'): flipped(nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), 1, torch.randn(2, 3, 4, 4), target)
+
+
+# Numbers that cannot be
+
+@pytest.mark.parametrize('make, said', [(lambda: FirstBatches(0), 'n=0 cannot be: a whole number, 1 or more'), (lambda: FirstBatches(1.5), 'n=1.5 cannot be'), (lambda: ProgressiveResize('x'), "start='x' cannot be"),
+                                        (lambda: ProgressiveResize(multiple=1.5), 'multiple=1.5 cannot be'), (lambda: ProgressiveResize(begin='x'), "begin='x'")])
+def test_numbers_that_cannot_be(make, said):
+    with pytest.raises(UserError, match=said): make()
+
+
+@pytest.mark.parametrize('metric, less', [('rmse', True), ('mse', True), ('mae', True), ('perplexity', True), ('valid_loss', True), ('error_rate', True), ('brier_score', True), ('accuracy', False), ('f1_score', False),
+                                          ('dice', False), ('pearsonr', False), ('r2_score', False)])
+def test_which_metrics_are_better_when_they_are_less(metric, less): assert TimeToAccuracy(.5, metric).comp(.4, .5) == less

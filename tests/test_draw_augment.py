@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import fastai.callback.progress  # adds no_bar
 from fastai.callback import mixup
+from fastai.callback.core import Callback
 from fastai.data.block import CategoryBlock, DataBlock
 from fastai.data.core import DataLoaders, Datasets
 from fastai.data.transforms import IntToFloatTensor, Normalize, RandomSplitter, get_image_files, parent_label
@@ -557,3 +558,43 @@ def test_on_cuda_the_pictures_are_those_of_a_cpu_and_nothing_waits(make, dtype):
     finally: torch.cuda.set_sync_debug_mode('default')
     off = (got.cpu().as_subclass(torch.Tensor).float() - want).abs().max()
     assert off <= (1 if dtype == torch.uint8 else 1e-5)
+
+
+def mixes(cb, xb, yb, n_inp=1, loss=None):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(1))
+        def forward(self, *xs): return sum(o.float().mean(tuple(range(1, o.ndim))) for o in xs)[:, None]*self.w*torch.tensor([1., 2.])
+    dls = DataLoaders([(*xb, *yb)], [(*xb, *yb)])
+    dls.n_inp = n_inp
+    learn = Learner(dls, Net(), loss_func=loss or CrossEntropyLossFlat(), cbs=cb)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    return learn
+
+
+@pytest.mark.parametrize('cb', [BatchMixUp, BatchCutMix])
+def test_batches_that_cannot_be_mixed(cb):
+    image, label = torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 0, 1])
+    mixes(cb(), [image], [label])
+    for xb, yb, n, said in (([torch.ones(4, 8, dtype=torch.long)], [label], 1, 'mixes images, and an input is a Tensor of int64: leave it out'),
+                            ([image], [torch.zeros(4, 8, 8, dtype=torch.long)], 1, r'mixes one label of each image, and a target is a Tensor of int64 and shape \(4, 8, 8\): leave it out'),
+                            ([image], [dict(a=label)], 1, 'mixes one label of each image, and a target is a dict: leave it out')):
+        with pytest.raises(UserError, match=said): mixes(cb(), xb, yb, n)
+
+
+def test_two_images_are_mixed_alike_or_refused():
+    image, label = torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 0, 1])
+    seen = []
+    cb = BatchMixUp()
+    learn = mixes([cb, Keep(seen)], [image, image*2], [label], 2)
+    a, b = seen[0]
+    assert a.shape == image.shape and torch.allclose(a*2, b, atol=1e-6) and not torch.equal(a, image)
+    with pytest.raises(UserError, match='BatchCutMix mixes one image, and there are 2 inputs'): mixes(BatchCutMix(), [image, image], [label], 2)
+
+
+class Keep(Callback):
+    order = 99
+    def __init__(self, seen): self.seen = seen
+    def before_batch(self):
+        if self.training: self.seen.append(self.learn.xb)

@@ -879,3 +879,25 @@ def test_images_of_a_table_are_cached(pets, tmp_path):
     df = pd.DataFrame(dict(name=[str(o.relative_to(pets)) for o in sorted_files(pets)], label=[o.parent.name for o in sorted_files(pets)]))
     dls = ImageDataLoaders.from_df(df, pets, item_tfms=Resize(32), bs=4, num_workers=0, device='cpu', seed=1)
     equal(epochs(dls.train), epochs(cached(dls, tmp_path/'c', workers=0).train))
+
+
+def test_folders_that_cannot_be_written(pets, tmp_path, monkeypatch):
+    "A whole cache is used all the same; what cannot be made, read or removed is named in one line"
+    dls = make(pets)
+    kept = cached(dls, workers=0, where=tmp_path/'c')
+
+    def deny(*args, **kwargs): raise PermissionError(13, 'Permission denied', str(tmp_path/'x'))
+    monkeypatch.setattr('fastbench.machine.download.open', deny, raising=False)
+    again = cached(dls, workers=0, where=tmp_path/'c')
+    assert len(again.train.dataset) == len(kept.train.dataset)
+    other = tmp_path/'other'
+    with pytest.raises(UserError, match='cannot write in the folder .*other: Permission denied. Name one that can be written') as e: cached(dls, workers=0, where=other)
+    assert '\n' not in str(e.value)
+    with pytest.raises(UserError, match='cannot write in the folder'): clear_caches(where=tmp_path/'c')
+    monkeypatch.undo()
+    monkeypatch.setattr(shutil, 'rmtree', deny)
+    with pytest.raises(UserError, match=r'the cache .* cannot be removed: Permission denied') as e: clear_caches(where=tmp_path/'c')
+    assert '\n' not in str(e.value) and kept_caches(tmp_path/'c')
+    monkeypatch.undo()
+    monkeypatch.setattr(type(tmp_path), 'is_dir', deny)
+    with pytest.raises(UserError, match='x cannot be read: Permission denied') as e: kept_caches(tmp_path/'c')

@@ -265,3 +265,11 @@ def test_beside_a_gpu_another_process_pins_nothing(folder, gpu):  # noqa: F811
     dl = fast_images(loaders(folder).to('cuda'), threads=1, processes=1).train
     x, _ = list(dl)[-1]
     assert x.device.type == 'cuda' and all(o.pinned for o in gpu.copies if o.bytes == x.numel())
+
+
+def test_loaders_of_auto_workers_are_made_fast(folder):
+    for make in (lambda: loaders(folder), lambda: DataLoaders(seeded(folder), seeded(folder, part=1))):
+        dls = auto_workers(make(), counts=[1], batches=2)
+        assert type(dls.train) in (WatchedDL, WatchedSeededDL)
+        fast, want = fast_images(dls, threads=1, exact=True), fast_images(make(), threads=1, exact=True)
+        for a, b in zip(fast.valid, want.valid, strict=True): assert (a[0] == b[0]).all() and a[1].tolist() == b[1].tolist()

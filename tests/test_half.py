@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from fastai.callback.core import FetchPredsCallback
+from fastai.callback.core import CancelFitException, FetchPredsCallback
 from fastai.callback.schedule import Learner  # noqa: F401  (adds fit_one_cycle, lr_find)
 from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
@@ -18,6 +18,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 import fastbench.callback.amp as amp
+from fastbench.callback.channelslast import ChannelsLast
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.half import HalfPrecision, _to
 from fastbench.measure.stopwatch import EVENTS
@@ -493,3 +494,45 @@ def test_on_cuda(dtype, opt):
     assert learn.mixed_precision._device == 'cuda' and learn.model.dtypes == {learn.mixed_precision.dtype}
     learn.validate()
     clean(learn)
+
+
+def test_a_language_model_of_fastai_on_a_cpu_is_told():
+    "Its hidden state is kept in fp32 from batch to batch: oneDNN has no kernel for both"
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.out = nn.LSTM(8, 4, batch_first=True), nn.Linear(4, 3)
+            self.state = [torch.zeros(1, 4, 4), torch.zeros(1, 4, 4)]
+
+        def forward(self, x): return self.out(self.rnn(x, self.state)[0][:, -1])
+
+    class NoKernel(Net):
+        def forward(self, x): raise RuntimeError('could not create a primitive descriptor for an LSTM. Run with verbose on')
+    data = [(torch.randn(4, 5, 8), torch.randint(3, (4,))) for _ in range(2)]
+    for model, said in ((Keeps(), 'half precision: '), (NoKernel(), r'half precision: PyTorch cannot compute NoKernel in 16 bits on this cpu \(could not .* LSTM\): .*leave it in fp32')):
+        learn = make(model=model, data=(data, data))
+        with pytest.raises(UserError, match=said) as e: learn.fit(1)
+        assert '\n' not in str(e.value)
+        clean(learn, type(model))
+
+
+def test_a_gan_is_told():
+    "Its losses call the model, in fp32"
+    class GANModule(Net): ...
+    learn = make(model=GANModule())
+    with pytest.raises(UserError, match='half precision does not go with a GAN, whose losses call the model in fp32; use to_bf16'): learn.fit(1)
+    clean(learn, GANModule)
+
+
+@pytest.mark.parametrize('event', ['after_pred', 'after_loss', 'before_backward', 'after_backward'])
+def test_a_fit_cancelled_in_mid_batch_in_channels_last(event):
+    "The weights are in fp32 again before other callbacks undo what is theirs"
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    data = [(torch.randn(2, 3, 8, 8), torch.randint(3, (2,))) for _ in range(3)]
+    cb = Raise(event, CancelFitException, times=1)
+    cb.order = -20
+    learn = make(model=model, data=(data, data), cbs=[ChannelsLast(), cb])
+    learn.fit(1)
+    clean(learn, nn.Sequential)
+    assert model[0].weight.is_contiguous() and model[0].weight.dtype == torch.float32
+    learn.fit(1)

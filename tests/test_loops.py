@@ -888,3 +888,15 @@ def test_lightnings_variable_is_put_back():
     needs_lightning()
     code = 'import os; from fastbench.loops.lit import LightningProfiler; LightningProfiler(); print("PYTORCH_NVML_BASED_CUDA_CHECK" in os.environ)'
     assert subprocess.run([sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True).stdout.strip() == 'False'
+
+
+def test_misspelt_arguments_are_no_facts_of_the_work():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'optimiser'"): profiling_steps(optimiser=None)
+    with profiling_steps([torch.ones(2)]) as prof:
+        for _ in prof.batches: pass
+    for k, near in (('metric', 'metrics'), ('precison', 'precision'), ('nmae', None), ('lr', None)):
+        if near is None: assert prof.run(**{k: 1}).recipe[k] == 1
+        else:
+            with pytest.raises(UserError, match=f"unknown argument '{k}'; did you mean '{near}'") as e: prof.run(**{k: 1})
+            assert '\n' not in str(e.value)
+    with pytest.raises(UserError, match="did you mean 'name'"): learner_run(None, names='x')

@@ -832,3 +832,47 @@ def test_another_profiler_at_work_costs_the_kernels_and_no_fit():
         with pytest.warns(UserWarning, match='no kernels were recorded'): learn.fit(1)
     assert learn.profiler.kernels is None
     check(learn, 8, 4)
+
+
+@pytest.mark.parametrize('event, exc, ended', [('after_pred', CancelTrainException, 2), ('before_batch', CancelEpochException, 2), ('after_loss', KeyboardInterrupt, 2), ('before_batch', CancelBatchException, 8),
+                                               ('after_pred', ZeroDivisionError, 0)])
+def test_the_sum_of_the_steps_is_that_of_their_parts(event, exc, ended):
+    "Also where a step was not finished"
+    seen = []
+
+    class Boom(Callback):
+        def __call__(self, name):
+            if name != event or not self.training: return
+            seen.append(name)
+            if len(seen) == ended % 8 + 1: raise exc()
+    learn = make(cbs=Boom())
+    with suppress(KeyboardInterrupt, ZeroDivisionError): learn.fit(1)
+    total = {r['action']: r['total'] for r in rows(learn.profiler.profile) if r['phase'] == 'train'}
+    found = learn.profiler.profile.outside['train']
+    around = sum(found.get(k, (0, 0.))[1] for k in ('callbacks', 'unattributed'))  # of before_train and after_train, and of what was not finished
+    parts = sum(v for k, v in total.items() if k not in ('step', 'start', 'stop'))
+    assert parts - around - 1e-9 <= total['step'] <= parts + 1e-9
+    unfinished = sum(v[1] for k, v in found.items() if k in ('draw', 'to_device', 'forward', 'loss', 'backward', 'opt_step', 'zero_grad'))
+    assert unfinished <= found.get('step', (0, 0.))[1] + 1e-9
+    assert len(learn.profiler.profile.steps['train']) == ended
+
+
+def test_the_time_of_a_step_that_was_not_finished():
+    clock = ManualClock()
+    w = Stopwatch(clock=clock)
+    w.open()
+    for m in (FIRST['before_epoch'], LAST['before_epoch'], FIRST['before_train'], LAST['before_train']): w.mark(m)
+
+    def step(*marks):
+        for m in marks:
+            w.mark(m)
+            clock.sleep(1)
+    whole = DRAW, DRAWN, FIRST['before_batch'], LAST['before_batch'], FIRST['after_pred'], LAST['after_pred']
+    step(*whole, FIRST['after_batch'], LAST['after_batch'])
+    step(*whole)
+    w.mark(FIRST['after_cancel_train'])
+    w.mark(LAST['after_train'])
+    w.close()
+    found = {r['action']: r for r in rows(w.profile) if r['phase'] == 'train'}
+    assert found['step']['total'] == 8 + 6 and found['step']['calls'] == 1
+    assert sum(r['total'] for k, r in found.items() if k != 'step') == 14

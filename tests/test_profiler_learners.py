@@ -1,4 +1,6 @@
 "The profiler on fastai's own applications: tabular, vision and text, trained, validated and asked for a prediction."
+import warnings
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -7,9 +9,10 @@ from fastai.data.transforms import ToTensor
 from fastai.learner import Learner  # noqa: F401
 from fastai.metrics import accuracy
 from fastai.tabular.all import Categorify, CategoryBlock, Normalize, TabularDataLoaders, tabular_learner
-from fastai.text.all import AWD_LSTM, TextDataLoaders, text_classifier_learner
-from fastai.vision.all import DataBlock, ImageBlock, PILImage, RandomSplitter, resnet18, vision_learner
+from fastai.text.all import AWD_LSTM, TextDataLoaders, awd_lstm_clas_config, text_classifier_learner
+from fastai.vision.all import DataBlock, DataLoaders, ImageBlock, PILImage, RandomSplitter, TensorCategory, TensorImage, resnet18, vision_learner
 from sklearn.datasets import load_digits
+from torch import nn
 
 import fastbench.measure.profiler  # noqa: F401  (adds Learner.profile)
 from test_profiler import adds_up, clean, value
@@ -89,3 +92,37 @@ def test_a_precision_that_does_nothing_is_said(tmp_path, method):
     learn.profiler.reset()
     with learn.no_bar(), learn.no_logging(): learn.fit(1)
     assert 'asked' not in str(learn.profiler)
+
+
+def test_flops_of_models_that_keep_results_and_of_images(monkeypatch):
+    "fastai's AWD_LSTM keeps its last batch, which cannot be copied, and gives more than predictions; a loss of one's own sees plain tensors"
+    monkeypatch.setattr('fastbench.machine.flops.measure_peak', lambda device, precision: 1e12)
+    df = pd.DataFrame(dict(text=['the cat sat on the mat', 'a bird sang in the tree'] * 12, label=['cat', 'bird'] * 12))
+    dls = TextDataLoaders.from_df(df, text_col='text', label_col='label', bs=4, seq_len=8, num_workers=0)
+    texts = text_classifier_learner(dls, AWD_LSTM, pretrained=False, config=awd_lstm_clas_config | dict(emb_sz=8, n_hid=8, n_layers=1))
+    x = [(TensorImage(torch.randn(3, 4, 4)), TensorCategory(i % 2)) for i in range(8)]
+    images = Learner(DataLoaders.from_dsets(x, x, bs=4), nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), loss_func=lambda p, y: nn.functional.cross_entropy(p, y))
+    for learn in (texts, images):
+        with learn.no_bar(), learn.no_logging(), warnings.catch_warnings():
+            warnings.simplefilter('error', UserWarning)
+            learn.profile(flops=True).fit(1)
+        assert learn.profiler.profile.facts['efficiency']['flops_per_sample'] > 0
+
+
+class Sums(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 1)
+    def forward(self, x): return self.lin(x)
+
+
+def by_name(p, y): return nn.functional.mse_loss(p, y['u'])
+
+
+def test_flops_of_a_sample_with_targets_by_name(monkeypatch):
+    "A dict of two targets is no batch of two samples"
+    monkeypatch.setattr('fastbench.machine.flops.measure_peak', lambda device, precision: 1e12)
+    x = [(torch.randn(3), dict(u=torch.randn(1), v=torch.randn(1))) for _ in range(8)]
+    learn = Learner(DataLoaders.from_dsets(x, x, bs=4), Sums(), loss_func=by_name)
+    with learn.no_bar(), learn.no_logging(): learn.profile(flops=True).fit(1)
+    assert learn.profiler.profile.facts['efficiency']['flops_per_sample'] == 2*3*2

@@ -6,6 +6,7 @@ from fastai.callback.core import Callback
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import SaveModelCallback
 from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.metrics import accuracy
 from fastai.text.data import TextDataLoaders
@@ -13,7 +14,8 @@ from fastai.text.learner import text_classifier_learner
 from fastai.text.models.awdlstm import AWD_LSTM, awd_lstm_clas_config
 from torch import nn
 
-import fastbench.draw.diagnose, fastbench.train.batch_size  # add methods
+import fastbench.draw.diagnose, fastbench.train.convert, fastbench.train.batch_size  # add methods
+from fastbench.errors import UserError
 from fastbench.text.rnn import Penalties
 from fastbench.train.rehearsal import again, model_kept, rehearse, takes_part
 
@@ -96,3 +98,56 @@ def test_who_only_inherits_from_a_tracker_is_left_out():
     class Mine(SaveModelCallback): pass
     class Scheduled(ParamScheduler): pass
     assert not takes_part(Mine('valid_loss')) and not takes_part(Scheduled({}))
+
+
+TAKEN = []
+
+
+class TwoSteps(Learner):
+    "A Learner whose steps are its own"
+    def __init__(self, dls, model, weight, **kwargs):
+        super().__init__(dls, model, **kwargs)
+        self.weight, self.count = weight, [0]
+
+    def _do_one_batch(self):
+        TAKEN.append(self.xb[0].shape[0])
+        self.count[0] += 1
+        self.pred = self.model(self.xb[0])
+        self.loss_grad = self.loss_func(self.pred, *self.yb)*self.weight
+        self.loss = self.loss_grad.clone()
+        if self.training: self.loss_grad.backward(); self.opt.step(); self.opt.zero_grad()
+
+
+@pytest.mark.parametrize('bench', [False, True])
+def test_steps_of_a_learner_of_ones_own(bench):
+    x = torch.randn(32, 2)
+    dls = DataLoaders.from_dsets(list(zip(x, x[:, :1])), list(zip(x, x[:, :1])), bs=4)
+    learn = TwoSteps(dls, nn.Linear(2, 1), 2., loss_func=nn.MSELoss())
+    if bench: learn.bench()
+    before = [p.clone() for p in learn.model.parameters()]
+    TAKEN.clear()
+    learn.find_batch_size(max=8)
+    assert 8 in TAKEN and learn.count == [0] and type(learn).__mro__.count(TwoSteps) == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, learn.model.parameters())) and learn.opt is None
+
+
+def test_steps_of_a_gan_are_refused():
+    class GANTrainer(Callback): ...
+    x = torch.randn(8, 2)
+    dls = DataLoaders.from_dsets(list(zip(x, x[:, :1])), list(zip(x, x[:, :1])), bs=4)
+    learn = Learner(dls, nn.Linear(2, 1), loss_func=nn.MSELoss(), cbs=GANTrainer())
+    with pytest.raises(UserError, match='steps of a GAN cannot be tried out') as e: learn.find_batch_size(max=8)
+    assert '\n' not in str(e.value)
+
+
+def time_first(b): return torch.stack([o[0] for o in b], 1), torch.stack([o[1] for o in b])
+def in_lists(b): return tuple(o[0] for o in b), tuple(o[1] for o in b)
+
+
+@pytest.mark.parametrize('collate', [time_first, in_lists])
+def test_batches_that_cannot_be_made_larger(collate):
+    "A batch of another size is made along the first dimension: that has to be the samples"
+    x = [(torch.randn(7, 2), torch.randn(1)) for _ in range(12)]
+    learn = Learner(DataLoaders(*(DataLoader(x, bs=4, create_batch=collate) for _ in range(2))), nn.Linear(2, 1), loss_func=nn.MSELoss())
+    with pytest.raises(UserError, match='the first tensor of a batch of 4 samples has 7 rows') as e: learn.find_batch_size(max=8)
+    assert '\n' not in str(e.value)

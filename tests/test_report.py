@@ -537,3 +537,13 @@ def test_a_damaged_profile_is_said_without_names_of_classes(damage):
     damage(run.profile)
     said = Seen(run).trouble
     assert said.startswith('its profile cannot be read: ') and 'Error' not in said and said.endswith('?') and '\n' not in said
+
+
+def test_a_card_shows_what_its_own_function_has():
+    "Parameters of another side's function are not of this one"
+    runs = [made(0, 0), made(0, 1)]
+    runs[0].recipe |= dict(width=3, norm=None)
+    runs[1].recipe |= dict(depth=7, norm='batch')
+    text = re.sub('<style>.*?</style>', '', report([[runs[0]], [runs[1]]]).html, flags=re.S)
+    shown = re.findall(r'class="sub unlike">(.*?)</p>', text, re.S)
+    assert shown == ['<bdi>width 3</bdi> · <bdi>norm none</bdi>', '<bdi>norm batch</bdi> · <bdi>depth 7</bdi>']

@@ -504,3 +504,18 @@ def test_what_is_no_text_is_not_predicted(tok, item):
     learn = hf_learner(hf_dls(labelled(), tok, max_length=16, workers=0, device='cpu'), 'bert-tiny', pretrained=False)
     with pytest.raises(UserError, match='no text') as e: learn.predict(item)
     assert '\n' not in str(e.value)
+
+
+def test_names_of_columns_that_are_no_text(tok, texts):
+    df = pd.DataFrame({0: texts[:40], 1: ['x', 'y']*20, 2: [False]*30 + [True]*10})
+    dls = hf_dls(df, tok, text_col=0, label_col=1, valid=2, bs=4)
+    assert (dls.info['n_train'], dls.info['n_valid'], dls.info['n_classes']) == (30, 10, 2)
+    assert rows(dls.test_dl(df[:3]).one_batch()[0])
+    with pytest.raises(UserError, match='unknown column 7'): hf_dls(df, tok, text_col=7, label_col=1)
+    named = df.set_axis(['text', 'label', 'is_valid'], axis=1)
+    for i, o in enumerate(named.columns):
+        twice = pd.concat([named, named[[o]]], axis=1)
+        with pytest.raises(UserError, match=f"column '{o}' is there more than once: give each a name of its own") as e: hf_dls(twice, tok, valid='is_valid')
+        assert '\n' not in str(e.value)
+    levels = df.set_axis(pd.MultiIndex.from_tuples([('a', 't'), ('a', 'l'), ('b', 'v')]), axis=1)
+    with pytest.raises(UserError, match=r"have several levels, as \('a', 't'\): give them one"): hf_dls(levels, tok, text_col=[('a', 't')], label_col=[('a', 'l')])

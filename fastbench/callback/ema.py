@@ -19,6 +19,7 @@ from ..machine.group import same_on_all
 from ..machine.shards import is_part, part_of
 from ..measure.lifecycle import forget, when_cut
 from ..errors import UserError
+from ..rules import check_whole, is_number
 
 # %% ../../nbs/callback/04_ema.ipynb #db53bf9c
 def _by_kind(pairs):
@@ -51,9 +52,9 @@ class EMACallback(Callback):
         every:int=1, # Steps between updates; the decay of one update is `decay**every`
         keep:bool=True, # Leave the average in the model after the fit (otherwise the raw weights)
     ):
-        if not 0 <= decay < 1:
+        if not is_number(decay) or not 0 <= decay < 1:
             raise UserError(f'decay={decay!r} cannot be: a share from 0 to below 1, near 1 for a long average')
-        if every < 1: raise UserError(f'every={every!r} cannot be: a number of steps, 1 or more')
+        check_whole(1, every=every)
         self.decay,self.every,self.keep = decay,every,keep
         self.average,self._updates,self._on,self._swapped = None,0,False,False
 
@@ -70,6 +71,13 @@ class _Parts(nn.Module):
 def _averaged(model):
     "What `AveragedModel` copies"
     return _Parts(model) if any(map(is_part, model.parameters())) or hasattr(model, 'keeps_buffers') else model
+
+def _average(model):
+    try: return AveragedModel(_averaged(model), use_buffers=True)
+    except RuntimeError as e:
+        if 'deepcopy protocol' not in str(e): raise
+        return AveragedModel(_Parts(model), use_buffers=True)  # fastai's AWD_LSTM keeps results of its last batch
+
 
 # %% ../../nbs/callback/04_ema.ipynb #97ceeadc
 @torch.no_grad()
@@ -91,7 +99,7 @@ def _swap(a, b):
 def before_train(self:EMACallback):
     "Start an average, once per fit"
     if self._on: return
-    self.average = AveragedModel(_averaged(self.learn.model), use_buffers=True)
+    self.average = _average(self.learn.model)
     self._on,self._steps,self._updates = True,0,0
     when_cut(self.learn, self._stop)
 
@@ -123,6 +131,16 @@ def after_validate(self:EMACallback):
 @patch
 def after_cancel_validate(self:EMACallback):
     "Continue training with the raw weights"
+    self._swap(False)
+
+@patch
+def after_cancel_epoch(self:EMACallback):
+    "Continue training with the raw weights"
+    self._swap(False)
+
+@patch
+def after_cancel_fit(self:EMACallback):
+    "Put the raw weights back before other callbacks undo what is theirs"
     self._swap(False)
 
 @patch

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..compat import NormBase, foreach_add_, foreach_copy_
-from .amp import MixedPrecision, Scaler, map_tensors
+from .amp import MixedPrecision, NO_PRIMITIVE, Scaler, map_tensors
 from ..errors import UserError
 from ..machine.shards import is_part
 from ..rules import is_number
@@ -129,10 +129,17 @@ _mixed = ('have the same dtype', 'should be the same', 'expected scalar type',
 _mixes = ('half precision: the model mixes fp32 into its 16-bit activations ({}), from a tensor that is '
           'neither parameter nor buffer, or for a layer that wants fp32; to_bf16() and to_fp16() cast each operation')
 
+_no_kernel = ('half precision: PyTorch cannot compute {} in 16 bits on this {} ({}): the processor has no kernel for '
+              'it, or the model keeps an fp32 tensor, as the AWD_LSTM of a language model keeps its hidden state; '
+              'leave it in fp32')
+
 def _compute(model, dtype, args, kwargs):
     "Call `model` with its arguments in 16 bits, inside the window"
     try: return model(*_to(args, dtype), **_to(kwargs, dtype))
     except (RuntimeError, ValueError) as e:
+        if NO_PRIMITIVE in str(e):
+            where = next(model.parameters()).device.type
+            raise UserError(_no_kernel.format(type(model).__name__, where, str(e).split('. ')[0])) from e
         if not any(o in str(e) for o in _mixed): raise
         raise UserError(_mixes.format(str(e).splitlines()[0])) from e
 
@@ -161,6 +168,8 @@ class _Call:
 
 # %% ../../nbs/callback/13_half.ipynb #aa81ee13
 _no_ddp = 'half precision does not go with DistributedDataParallel, whose buckets are fp32; use to_bf16() or to_fp16()'
+_no_gan = ('half precision does not go with a GAN, whose losses call the model in fp32; use to_bf16() or to_fp16(), '
+           'or MixedPrecision')
 _not_now = 'half precision cannot be taken off between forward and backward of a batch; do it in after_batch'
 
 # %% ../../nbs/callback/13_half.ipynb #7d9a94c6
@@ -187,6 +196,7 @@ def _is_open(self:_InWindow):
 def _open(self:_InWindow, model):
     "Switch the weights of `model` to 16 bits"
     if isinstance(model, DistributedDataParallel): raise UserError(_no_ddp)
+    if any(o.__name__ == 'GANModule' for o in type(model).__mro__): raise UserError(_no_gan)
     if self._half is None: self._half,self._planned = _Half(self.dtype),None
     if self._planned is not model: self._half.plan(model)
     self._planned = model

@@ -8,12 +8,17 @@ __all__ = ['FirstBatches']
 # %% ../../nbs/callback/03_limit.ipynb #2752a2c9
 from fastai.callback.core import Callback, CancelTrainException
 
+from ..rules import check_whole
+
+
 # %% ../../nbs/callback/03_limit.ipynb #c679a672
 class FirstBatches(Callback):
     "End the training part of each epoch after `n` batches"
     order,run_valid = 80,False
     def __init__(self, n:int # Batches per epoch
-        ): self.n = n
+        ):
+        check_whole(1, n=n)
+        self.n = n
     def before_batch(self): self.learn.n_iter = min(self.n_iter, self.n)
     def after_batch(self):
         if self.iter+1 >= self.n: raise CancelTrainException

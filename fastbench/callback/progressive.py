@@ -14,6 +14,8 @@ from fastai.vision.core import TensorMask
 from fastcore.basics import patch
 
 from ..errors import UserError
+from ..rules import check_whole, is_number
+
 
 # %% ../../nbs/callback/09_progressive.ipynb #aa2f4ce6
 class ProgressiveResize(Callback):
@@ -24,10 +26,11 @@ class ProgressiveResize(Callback):
                  end:float=.75, # When they reach full size, as a share of the fit
                  multiple:int=16, # Sides are multiples of this number of pixels
         ):
-        if not 0 < start <= 1: raise UserError(f'start={start!r} cannot be: a share of the side, above 0, up to 1')
-        if not 0 <= begin <= end <= 1:
+        if not is_number(start) or not 0 < start <= 1:
+            raise UserError(f'start={start!r} cannot be: a share of the side, above 0, up to 1')
+        if not (is_number(begin) and is_number(end) and 0 <= begin <= end <= 1):
             raise UserError(f'begin={begin!r}, end={end!r} cannot be: shares of the fit, the beginning first')
-        if multiple < 1: raise UserError(f'multiple={multiple!r} cannot be: pixels, 1 or more')
+        check_whole(1, multiple=multiple)
         self.start,self.begin,self.end,self.multiple = start,begin,end,multiple
 
     def before_batch(self):

@@ -18,6 +18,8 @@ from ..measure.lifecycle import DuringFit
 from ..errors import UserError, plural, unknown
 
 # %% ../../nbs/callback/05_target.ipynb #7a15def8
+_less = 'loss error mse mae msle rmspe perplexity brier'.split()  # of which less is better, in fastai
+
 class TimeToAccuracy(DuringFit):
     "End the fit with the epoch whose validation reaches `target`"
     order,name = Recorder.order+1,'time_to_accuracy'
@@ -30,7 +32,7 @@ class TimeToAccuracy(DuringFit):
     ):
         if not isinstance(target, (int, float)) or not isfinite(target):
             raise UserError(f'target={target!r} cannot be: the value of {metric} to reach is a number')
-        if comp is None: comp = np.less if 'loss' in metric or 'error' in metric else np.greater
+        if comp is None: comp = np.less if any(o in metric for o in _less) else np.greater
         self.target,self.metric,self.comp,self.tell,self.whole = target,metric,comp,tell,whole
         self._clear()
 

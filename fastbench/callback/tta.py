@@ -6,25 +6,51 @@
 __all__ = ['FlipTTA']
 
 # %% ../../nbs/callback/06_tta.ipynb #f88cb3f0
+from collections.abc import Mapping
+
 import torch
 from fastai.callback.core import Callback
+from fastai.vision.core import TensorBBox, TensorPoint
 
 from ..errors import UserError
+
 
 # %% ../../nbs/callback/06_tta.ipynb #e99c9212
 class FlipTTA(Callback):
     "Predict the mean of each image and its mirror image"
     name = 'flip_tta'
     def before_batch(self):
-        x = self.learn.xb[0]
         if self.training: return
-        if not isinstance(x, torch.Tensor) or x.ndim != 4:
+        xb,places = self.learn.xb,[o for o in self.learn.yb if isinstance(o, (TensorPoint, TensorBBox))]
+        images = [o for o in xb if _is_image(o)]
+        if not images:
             raise UserError('FlipTTA mirrors batches of images (image, channel, height, width); this one is '
-                            f'{tuple(x.shape) if hasattr(x, "shape") else type(x).__name__}')
-        self.learn.xb = (torch.cat([x, x.flip(-1)]), *self.learn.xb[1:])
+                            f'{tuple(xb[0].shape) if hasattr(xb[0], "shape") else type(xb[0]).__name__}')
+        if places:
+            raise UserError('FlipTTA cannot mirror predictions of places back, and the targets are '
+                            f'{type(places[0]).__name__}: leave it out')
+        self._n = len(images[0])
+        self.learn.xb = tuple(_twice(o, self._n) for o in xb)
 
     def after_pred(self):
         if self.training: return
-        n = len(self.learn.xb[0])//2
-        self.learn.pred = (self.learn.pred[:n] + self.learn.pred[n:])/2
-        self.learn.xb = (self.learn.xb[0][:n], *self.learn.xb[1:])
+        self.learn.pred = _mean(self.learn.pred, self._n)
+        self.learn.xb = tuple(_first(o, self._n) for o in self.learn.xb)
+
+
+# %% ../../nbs/callback/06_tta.ipynb #ttahelp1
+def _is_image(o): return isinstance(o, torch.Tensor) and o.ndim == 4
+
+def _of(o, n): return isinstance(o, torch.Tensor) and o.ndim > 0 and len(o) == n
+
+def _twice(o, n): return torch.cat([o, o.flip(-1) if _is_image(o) else o]) if _of(o, n) else o
+
+def _first(o, n): return o[:n] if _of(o, 2*n) else o
+
+def _mean(o, n):
+    "The mean of both halves; maps of the mirror images are mirrored back"
+    if _of(o, 2*n): return (o[:n] + (o[n:].flip(-1) if _is_image(o) else o[n:]))/2
+    if isinstance(o, Mapping): return type(o)({k: _mean(v, n) for k,v in o.items()})
+    if isinstance(o, tuple) and hasattr(o, '_fields'): return type(o)(*(_mean(v, n) for v in o))
+    return type(o)(_mean(v, n) for v in o) if isinstance(o, (tuple, list)) else o
+

@@ -190,6 +190,7 @@ def build(folder, # Of the cache
           tell=None, # Called with the items done so far and in all; None: a bar on a terminal
     )->bool: # Was it built now?
     "Build a cache, or continue an interrupted build"
+    if read_about(folder): return False  # whole: it is used where nothing can be written, too
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(lock_of(folder)):
         if read_about(folder): return False

@@ -18,7 +18,7 @@ from .fastest import choose_decoder
 from .loader import PoolDL, image_parts
 from .pool import DrawsInThreads
 from .seeded import SeededDL
-from .workers import WatchedPoolDL, with_loaders
+from .workers import WatchedDL, WatchedPoolDL, WatchedSeededDL, with_loaders
 from ..rules import check_real, check_whole
 
 # %% ../../nbs/draw/08_fast.ipynb #3c30acac
@@ -40,7 +40,7 @@ def _check_loader(dl):
     if isinstance(dl, PoolDL): return
     if isinstance(dl, DrawsInThreads):
         raise CannotPlan(f'its loader is a {type(dl).__name__}, which has threads of its own: cached(..., threads=2)')
-    _check_plain(dl, (TfmdDL, SeededDL))
+    _check_plain(dl, (TfmdDL, SeededDL, WatchedDL, WatchedSeededDL))
 
 # %% ../../nbs/draw/08_fast.ipynb #332e0748
 def why_not_fast(dl # A loader of fastai

@@ -57,9 +57,10 @@ def kept_caches(where=None # As for `caches_dir`
     )->list: # Of `KeptCache`, by name
     "The caches in a folder, those that are unfinished too"
     root = caches_dir(where)
-    if not root.is_dir(): return []
-    ours = [o for o in root.iterdir() if o.is_dir() and ((o/'cache.json').is_file() or o.name.endswith('.building'))]
-    return [_kept(o) for o in sorted(ours)]
+    def is_ours(o): return o.is_dir() and ((o/'cache.json').is_file() or o.name.endswith('.building'))
+    try: return [_kept(o) for o in sorted(root.iterdir()) if is_ours(o)] if root.is_dir() else []
+    except PermissionError as e:
+        raise UserError(f'{e.filename} cannot be read: {e.strerror}. Name another folder, or ask its owner') from e
 
 # %% ../../nbs/draw/20_kept.ipynb #3b1642e9
 def lock_of(folder): # folder: of a cache
@@ -78,7 +79,14 @@ def clear_caches(names=(), # What those to clear begin with; none: all
     if missing:
         raise UserError(f'no cache begins with {missing[0]!r} in {caches_dir(where)}: see `fastbench cache list`')
     gone = [o for o in kept if not names or any(named(o).startswith(n) for n in names)]
-    for o in gone:
-        with locked(lock_of(o.path)): shutil.rmtree(o.path, ignore_errors=True)
-        lock_of(o.path).unlink(missing_ok=True)
+    for o in gone: _remove(o.path)
     return gone
+
+def _remove(folder):
+    lock = lock_of(folder)
+    try:
+        with locked(lock): shutil.rmtree(folder)
+        lock.unlink(missing_ok=True)
+    except OSError as e:
+        if not folder.exists(): return
+        raise UserError(f'the cache {folder} cannot be removed: {e.strerror} ({e.filename})') from e

@@ -9,6 +9,7 @@ __all__ = ['BatchMix', 'BatchMixUp', 'patches', 'BatchCutMix']
 import numpy as np
 import torch
 from fastai.callback.mixup import MixHandler
+from fastcore.basics import patch
 
 from .erase import _within
 from ..errors import UserError
@@ -41,13 +42,29 @@ class BatchMix(MixHandler):
         return np.random.default_rng(int(torch.randint(2**62, ())) if key is None else [key, self.step])
 
     def _pair(self, shuffle):
-        shuffle = put(torch.from_numpy(shuffle), self.x.device)
+        shuffle = put(torch.from_numpy(shuffle), self.xb[0].device)
         self.yb1 = tuple(o[shuffle] for o in self.yb)
         return tuple(o[shuffle] for o in self.xb)
 
     def _mix_labels(self):
         if self.stack_y: return
         self.learn.yb = tuple(torch.lerp(b, a, _wide(self.lam, a)) for a,b in zip(self.yb, self.yb1))
+
+# %% ../../nbs/draw/15_mix.ipynb #mixcheck1
+@patch
+def _check_batch(self:BatchMix, most=None): # most: inputs that can be mixed
+    "Return the first input, or say in one line why this batch cannot be mixed"
+    name = type(self).__name__
+    def kind(o): return f'a {type(o).__name__}' + (f' of {str(o.dtype)[6:]}' if isinstance(o, torch.Tensor) else '')
+    def mixes(o): return isinstance(o, torch.Tensor) and o.is_floating_point()
+    bad = [o for o in self.xb if not mixes(o)]
+    if bad: raise UserError(f'{name} mixes images, and an input is {kind(bad[0])}: leave it out')
+    if most and len(self.xb) > most: raise UserError(f'{name} mixes one image, and there are {len(self.xb)} inputs')
+    bad = [o for o in self.yb if not isinstance(o, torch.Tensor) or self.stack_y and o[0].numel() > 1]
+    if not bad: return self.xb[0]
+    what = f' and shape {tuple(bad[0].shape)}' if isinstance(bad[0], torch.Tensor) else ''
+    raise UserError(f'{name} mixes one label of each image, and a target is {kind(bad[0])}{what}: leave it out')
+
 
 # %% ../../nbs/draw/15_mix.ipynb #fe5a2732
 def _wide(v, x): return v.view(-1, *[1]*(x.dim()-1))
@@ -59,9 +76,10 @@ class BatchMixUp(BatchMix):
         super().__init__(alpha)
 
     def before_batch(self):
-        rng,n = self._drawn(),len(self.x)
+        x = self._check_batch()
+        rng,n = self._drawn(),len(x)
         lam = rng.beta(self.alpha, self.alpha, n).astype(np.float32)
-        self.lam = put(torch.from_numpy(np.maximum(lam, 1-lam)), self.x.device)
+        self.lam = put(torch.from_numpy(np.maximum(lam, 1-lam)), x.device)
         other = self._pair(rng.permutation(n))
         self.learn.xb = tuple(torch.lerp(b, a, _wide(self.lam, a)) for a,b in zip(self.xb, other))
         self._mix_labels()
@@ -86,12 +104,13 @@ class BatchCutMix(BatchMix):
         super().__init__(alpha)
 
     def before_batch(self):
-        rng,n,(h,w) = self._drawn(),len(self.x),self.x.shape[-2:]
+        x = self._check_batch(1)
+        rng,n,(h,w) = self._drawn(),len(x),x.shape[-2:]
         lam,u = rng.beta(self.alpha, self.alpha, n),rng.random((n, 2))
         boxes = patches(1-lam, u, h, w)
         left = 1 - (boxes[:,1]-boxes[:,0])*(boxes[:,3]-boxes[:,2])/(h*w)
-        self.lam,at = put((torch.from_numpy(left).float(), torch.from_numpy(boxes)), self.x.device)
-        rows,cols = _within(h, at[:,:2], self.x.device),_within(w, at[:,2:], self.x.device)
+        self.lam,at = put((torch.from_numpy(left).float(), torch.from_numpy(boxes)), x.device)
+        rows,cols = _within(h, at[:,:2], x.device),_within(w, at[:,2:], x.device)
         other = self._pair(rng.permutation(n))
-        self.learn.xb = (torch.where((rows[:,:,None] & cols[:,None])[:,None], other[0], self.x), *self.xb[1:])
+        self.learn.xb = (torch.where((rows[:,:,None] & cols[:,None])[:,None], other[0], x),)
         self._mix_labels()

@@ -6,6 +6,9 @@
 __all__ = ['profiling_steps', 'loop_run', 'learner_run']
 
 # %% ../../nbs/loops/03_plain.ipynb #fc1f3e50
+from difflib import get_close_matches
+from inspect import signature
+
 import torch
 from fastai.learner import Learner
 from fastcore.basics import patch
@@ -71,6 +74,14 @@ def _n(loader):
     try: return len(loader.dataset)
     except (AttributeError, TypeError): return None
 
+def _check_names(f, recipe):
+    "Fail for a name that is nearly one of the arguments of `f`: it would be taken for one more fact of the work"
+    known = [k for k,v in signature(f).parameters.items() if v.kind is v.POSITIONAL_OR_KEYWORD]
+    for k in recipe:
+        if near := get_close_matches(k, known, 1, .8):
+            raise UserError(f'unknown argument {k!r}; did you mean {near[0]!r}? A fact of the work needs another name')
+
+
 # %% ../../nbs/loops/03_plain.ipynb #11985ad8
 @patch
 def run(self:StepProfiler, name:str='loop', # Of the experiment: the same for loops that do the same work
@@ -80,6 +91,7 @@ def run(self:StepProfiler, name:str='loop', # Of the experiment: the same for lo
         **recipe # What else there is to say of the work: opt, lr, ...
     )->Run: # To be saved, compared and reported
     "Make a Run of the measurements, after the block"
+    _check_names(StepProfiler.run, recipe)
     if self.watch.running: raise UserError('the loop is still running: ask for its Run after the `with` block')
     if not len(self.profile.fit['fit']):
         raise UserError('nothing was measured yet: loop inside of the `with` block first')
@@ -98,6 +110,7 @@ def learner_run(learn:Learner, # With a profiler, after a fit
                 **recipe # What else there is to say of the work: opt, lr, ...
     )->Run: # Comparable with `StepProfiler.run`
     "Make a Run of a profiled Learner, as for any other loop"
+    _check_names(learner_run, recipe)
     prof = next((o for o in learn.cbs if isinstance(o, Profiler)), None)
     if prof is None or not len(prof.profile.fit['fit']):
         raise UserError('this Learner was not profiled: `learn.profile()`, fit, and then ask')

@@ -33,10 +33,16 @@ class DataUnavailable(UserError):
 def locked(path): # The lock's own file, created where missing; it stays, empty
     "Hold an exclusive lock between processes (threads too: each call opens its own handle)"
     _mkdir(Path(path).parent)
-    with open(path, 'a+b') as f:
+    with _opened(path) as f:
         _lock(f, True)
         try: yield
         finally: _lock(f, False)
+
+def _opened(lock):
+    try: return open(lock, 'a+b')
+    except PermissionError as e:
+        raise DataUnavailable(f'cannot write in the folder {Path(lock).parent}: {e.strerror}. Name one that can be '
+                              'written: by FASTBENCH_HOME, or by where= for a cache') from None
 
 def _mkdir(folder):
     try: Path(folder).mkdir(parents=True, exist_ok=True)

@@ -18,13 +18,19 @@ from .environment import cpu_model, fp32_modes
 from ..errors import UserError
 
 # %% ../../nbs/machine/05_flops.ipynb #912d97c5
+def _kept(model):
+    "What modules keep of their last batch, as fastai's AWD_LSTM does; `deepcopy` refuses it"
+    def parts(o): return o if isinstance(o, (list, tuple)) else [o]
+    found = (t for m in model.modules() for o in vars(m).values() for t in parts(o))
+    return {id(t): t.detach() for t in found if isinstance(t, torch.Tensor) and not t.is_leaf}
+
 def count_flops(model, # The model, on its device
                 loss_func, # Called with predictions and targets
                 xb:tuple, # Inputs of a batch
                 yb:tuple=(), # Targets of a batch; without them only the forward pass is counted
     )->int: # FLOPs of the whole batch; a multiply-add counts two
     "FLOPs of forward and backward over one batch"
-    try: copy = deepcopy(model)
+    try: copy = deepcopy(model, _kept(model))
     except Exception as e:
         raise UserError(f'cannot count FLOPs: the model cannot be copied ({e}); profile without flops=True') from e
     copy.train()

@@ -257,7 +257,7 @@ def _phase_rows(profile, phase, fit):
         work = None if action in BETWEEN else n_samples
         return _row(phase, action, s['calls']+calls, s['total']+seconds, s['mean'], s['std'], fit, work, s['mean'],
                     **device_stats(profile, phase, action))
-    return [r for r in map(one, (('step',) if len(log) else ()) + LEAVES[phase]) if r]
+    return [r for r in map(one, (*['step']*(phase != 'between'), *LEAVES[phase])) if r]
 
 # %% ../../nbs/measure/00_phases.ipynb #631888f3
 def _loader_rows(profile, fit):

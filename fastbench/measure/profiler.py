@@ -13,16 +13,18 @@ from time import perf_counter
 import torch
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.rnn import RNNCallback
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastcore.basics import noop, patch
 
+from ..compat import cast_tensors
 from .lifecycle import forget, when_cut
 from .clock import train_device, train_precision
 from .edges import _Compiling, _device_clock, _Last, _Unscaling
 from .stopwatch import FIRST, Stopwatch, UNSCALE, UNSCALED
 from .kernels import Kernels, KernelTable
-from .loader import TimedLoader
+from .loader import TimedLoader, batch_size
 from .remedies import inert_precision, open_remedies
 from .stations import add_up, timed_stations
 from .trace import Trace
@@ -234,15 +236,20 @@ def _end(self:Profiler, interrupted=False):
     if self._options['flops'] and not interrupted: self._count()
 
 # %% ../../nbs/measure/12_profiler.ipynb #bc6e61d5
+def _loss_of(learn):
+    "The loss, of predictions alone where fastai's models of texts give more"
+    if not any(isinstance(o, RNNCallback) for o in learn.cbs): return learn.loss_func
+    return lambda pred,*yb: learn.loss_func(pred[0], *yb)
+
 def _efficiency(self):
     learn,step = self.learn,stats(self.watch.profile.steps['train'], 'step')
     if not self._batch or not step['mean']: return None
     b = learn._set_device(self._batch)
     n = getattr(learn.dls, 'n_inp', 1 if len(b) == 1 else len(b)-1)
-    xb,yb = b[:n],b[n:]
+    xb,yb = cast_tensors(tuple(b[:n])),cast_tensors(tuple(b[n:]))
     samples = stats(self.watch.profile.steps['train'], 'samples')['mean']
     precision,device = train_precision(learn),next(learn.model.parameters()).device
-    flops = count_flops(learn.model, learn.loss_func, xb, yb)/len(yb[0] if yb else xb[0])
+    flops = count_flops(learn.model, _loss_of(learn), xb, yb)/(batch_size(b)[0] or 1)
     peak,reached = matmul_peak(device, precision),flops*samples/step['mean']
     return dict(flops_per_sample=flops, flops_per_second=reached, peak=peak, share=reached/peak, precision=precision)
 

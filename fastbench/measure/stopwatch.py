@@ -318,8 +318,8 @@ def _complete(self:Stopwatch): self.step.done = True
 @patch
 def _end_step(self:Stopwatch):
     step = self.step
-    whole,step.open = step.open and step.done,False
-    if not whole: return self._drop_step()
+    was,step.open = step.open,False
+    if not (was and step.done): return self._drop_step(was)
     row = self.row
     self.row = [0.]*len(row)
     self._fill(row, step)
@@ -328,9 +328,16 @@ def _end_step(self:Stopwatch):
 
 # %% ../../nbs/measure/05_stopwatch.ipynb #6cc35279
 @patch
-def _drop_step(self:Stopwatch):
+def _drop_step(self:Stopwatch, open:bool=False): # open: of a step that was not finished
     if self.device is not None: self.device.drop_step()
+    if open: self._credit_unfinished()
     self._flush()
+
+@patch
+def _credit_unfinished(self:Stopwatch):
+    "Its parts are in their actions' totals, so their sum belongs into that of `step`"
+    inside = sum(self.row[len(HEAD):]) - self.row[Col.start] - self.row[Col.stop]
+    if inside > 0: self.profile.add_outside(self.phase, 'step', inside)
 
 @patch
 def _fill(self:Stopwatch, row, step):

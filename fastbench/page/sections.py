@@ -127,7 +127,8 @@ def _apart(sides, most=6):
     "Return, for each side, the values of the fields in which the first Runs of the sides differ"
     each = [work(s.runs[0])[0] for s in sides]
     keys = [d['field'] for d in _differ(each, []) if d['field'].split('.')[0] not in _stand_above]
-    return [[f'{k} {_said_value(o.get(k))}' for k in keys[:most]] + ['...']*(len(keys) > most) for o in each]
+    own = [[f'{k} {_said_value(o[k])}' for k in keys if k in o] for o in each]
+    return [o[:most] + ['...']*(len(o) > most) for o in own]
 
 # %% ../../nbs/page/03_sections.ipynb #7a162928
 def _facts(side, metric):

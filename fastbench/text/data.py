@@ -23,7 +23,7 @@ from ..machine.environment import worker_cores
 from ..data.table import part_of
 from ..errors import UserError, unknown
 from ..rules import check_whole, is_number
-from .dataset import TextDataset, check_texts, texts_of
+from .dataset import TextDataset, as_columns, check_columns, check_texts, texts_of
 from .loader import TextDL
 from .tokenize import BatchTokenizer
 
@@ -85,13 +85,18 @@ def _dataset_dict(data, text_col, label_col):
     return df,np.repeat([False, True][:len(frames)], list(map(len, frames))) if part else None
 
 # %% ../../nbs/text/13_data.ipynb #aa98bcd5
+def _one_level(df):
+    if df.columns.nlevels == 1: return df
+    raise UserError("the names of this table's columns have several levels, as " + repr(df.columns[0]) + ': give them '
+                    "one, df.columns = ['_'.join(map(str, o)) for o in df.columns]")
+
 def as_frame(data, # A DataFrame, a file, a folder, a list, a `datasets.Dataset` or `DatasetDict`
              text_col='text', # Column of the texts; two for pairs
              label_col='label', # Column of the labels
     )->tuple: # a DataFrame, and which of its rows are for validation (None: the data does not say)
     "Turn any texts into a table"
-    cols = [text_col] if isinstance(text_col, str) else list(text_col)
-    if isinstance(data, pd.DataFrame): return data,None
+    cols = as_columns(text_col)
+    if isinstance(data, pd.DataFrame): return _one_level(data),None
     if isinstance(data, (str, os.PathLike)):
         path = Path(data)
         if not path.exists(): raise DataUnavailable(f'{path} is not there: no such file or folder')
@@ -111,8 +116,7 @@ def _number(at, o, row):
 
 def _labelled(df, cols):
     "Check that no column or label is missing"
-    for o in cols:
-        if o not in df.columns: raise UserError(unknown('column', o, list(map(str, df.columns))))
+    check_columns(df, cols)
     bad = df[cols].isna().any(axis=1).to_numpy()
     if bad.any():
         raise UserError(f'row {int(bad.argmax())} has no label in column {cols[0]}: drop that row, or label it')
@@ -152,7 +156,7 @@ def labels_of(df, # A DataFrame
               delim=None, # Several labels in a cell are separated by it
     )->tuple: # a tensor of labels, their names (None for numbers), and 'single', 'multi' or 'regression'
     "Return the labels of a table"
-    cols = [label_col] if isinstance(label_col, str) else list(label_col)
+    cols = as_columns(label_col)
     _labelled(df, cols)
     if len(cols) > 1:
         y = torch.tensor(df[cols].to_numpy(np.float32))
@@ -168,7 +172,7 @@ def labels_of(df, # A DataFrame
 def _labels_like(df, label_col, delim, vocab, kind):
     "Return the labels of more texts as a tensor"
     if label_col is None: raise UserError('these DataLoaders were made without labels, so no test set has any')
-    cols = [label_col] if isinstance(label_col, str) else list(label_col)
+    cols = as_columns(label_col)
     _labelled(df, cols)
     if len(cols) > 1: return torch.tensor(df[cols].to_numpy(np.float32))
     col = df[cols[0]]
@@ -177,7 +181,7 @@ def _labels_like(df, label_col, delim, vocab, kind):
 
 # %% ../../nbs/text/13_data.ipynb #12732a79
 def _column(df, name):
-    if name not in df.columns: raise UserError(unknown('column', name, list(map(str, df.columns))))
+    check_columns(df, name)
     said = df[name].tolist()
     for i,o in enumerate(said):
         if part_of(o) in ('train', 'valid'): continue
@@ -197,7 +201,7 @@ def _drawn(n, share, seed):
 def _split_frame(data, valid, text_col, label_col, valid_pct, seed):
     "Return the table of all texts, and which of them are for validation"
     df,held = as_frame(data, text_col, label_col)
-    if isinstance(valid, str): held = _column(df, valid)
+    if isinstance(valid, (str, int)): held = _column(df, valid)
     elif valid is not None:
         more = as_frame(valid, text_col, label_col)[0]
         df,held = pd.concat([df, more], ignore_index=True),np.arange(len(df)+len(more)) >= len(df)
@@ -268,7 +272,7 @@ def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folde
     check_whole(1, bs=bs)
     if workers is not None: check_whole(0, workers=workers)
     df,held = _split_frame(data, valid, text_col, label_col or 'label', valid_pct, seed)
-    cols = [text_col] if isinstance(text_col, str) else list(text_col)
+    cols = as_columns(text_col)
     texts = check_texts(texts_of(df, cols), cols[0])
     y,vocab,kind = (None, None, 'none') if label_col is None else labels_of(df, label_col, ~held, label_delim)
     if kwargs.get('drop_last') and loader in ('sorted', 'random'): _check_fills(int((~held).sum()), bs)

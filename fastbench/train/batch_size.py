@@ -183,12 +183,27 @@ def _n_rows(b):
     raise UserError(f'find_batch_size: a batch is a {type(b).__name__}, which holds no tensor before its batch '
                     'transforms, so its samples cannot be counted. Make tensors of it in create_batch')
 
+def _n_items(dl): return getattr(dl, 'n', None) or (len(dl.dataset) if hasattr(dl, 'dataset') else None)
+
+def _by_number(dl): return isinstance(dl, DataLoader) and type(dl).create_batches is DataLoader.create_batches
+
+def _check_first(b, n, dl):
+    "Fail if the samples of the first batch are along another dimension, or in a list"
+    bs,have = getattr(dl, 'bs', None),_n_items(dl)
+    want = min(bs, have) if bs and have else bs
+    if not want or n == want or not isinstance(b, (tuple, list)) or not _by_number(dl) or _ends(b) is not None: return
+    if want in {len(t) for t in _tensors(b) if t.ndim} | {len(o) for o in b if isinstance(o, (tuple, list))}:
+        raise UserError(f'find_batch_size: the first tensor of a batch of {want} samples has {n} rows. Batches '
+                        'of other sizes are made along the first dimension: that has to be the samples, in tensors, '
+                        'not in lists')
+
 def _sample(dl, look=4):
     "The heaviest of a few batches, and how many samples it has"
     if isinstance(dl, DataLoader): dl = _raw(dl)
     best = None
-    for b,_ in zip(dl, range(look)):
+    for b,i in zip(dl, range(look)):
         n = _n_rows(b)
+        if not i: _check_first(b, n, dl)
         weight = sum(t.numel() for t in _tensors(b))/max(n, 1)
         if n and (best is None or weight > best[0]): best = weight,b,n
     if best is None: raise UserError('find_batch_size: the training loader gave no batch; is its data set empty?')
@@ -260,7 +275,6 @@ def _whole(name, v):
         raise UserError(f'{name}={v!r} cannot be: a number of samples, 1 or more')
     return int(v)
 
-def _n_items(dl): return getattr(dl, 'n', None) or (len(dl.dataset) if hasattr(dl, 'dataset') else None)
 
 # %% ../../nbs/train/09_batch_size.ipynb #652d55c5
 @patch

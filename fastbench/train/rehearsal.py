@@ -13,11 +13,12 @@ from copy import deepcopy
 import numpy as np
 import torch
 from fastai.callback.channelslast import ChannelsLast
-from fastai.callback.core import TrainEvalCallback
+from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.mixup import MixHandler
 from fastai.callback.rnn import ModelResetter, RNNCallback, RNNRegularizer
 from fastai.callback.training import GradientClip
+from fastai.data.core import DataLoaders
 from fastai.learner import CastToTensor, Learner
 from torch import nn
 
@@ -26,6 +27,7 @@ from ..callback.compiling import Compile
 from ..callback.cpu.onednn import OneDNNLinear
 from ..callback.cpu.smallmaps import SmallMaps
 from ..callback.ema import EMACallback
+from ..errors import UserError
 from .learner import BenchLearner
 
 # %% ../../nbs/train/08_rehearsal.ipynb #1fd298c3
@@ -108,6 +110,28 @@ def _those_that_matter(cbs):
             warnings.warn(f'{type(cb).__name__} takes no part in trying steps out, as it cannot be copied: {e}. If it '
                           'only watches, write rehearsed = False into its class')
 
+# %% ../../nbs/train/08_rehearsal.ipynb #rehlike1
+def _is_ours(learn): return all(_is_known(k) for k in type(learn).__mro__ if k is not object)
+
+def _like(learn):
+    "A Learner without anything, of the user's own class: it may take its steps in a way of its own"
+    if any(type(o).__name__ == 'GANTrainer' for o in learn.cbs):
+        raise UserError('steps of a GAN cannot be tried out, since its trainer changes models between them: leave '
+                        'find_batch_size and diagnose_input out')
+    cls = BenchLearner if isinstance(learn, BenchLearner) else Learner
+    return object.__new__(cls if _is_ours(learn) else type(learn))
+
+def _own_attributes(learn, new):
+    "What a class of the user's own gave its Learner"
+    if _is_ours(learn): return {}
+    not_these = {*vars(new), *_of_a_fit}
+    own = {k: v for k,v in vars(learn).items() if k not in not_these and not isinstance(v, (Callback, DataLoaders))}
+    try: return deepcopy(own, {id(m): m for m in own.values() if isinstance(m, nn.Module)} | {id(learn): new})
+    except (TypeError, RuntimeError): return own  # a file, a lock or a result of the model
+
+_of_a_fit = 'remove_cbs', '_stamp', '_listeners', '_known', 'dl', 'opt'
+
+
 # %% ../../nbs/train/08_rehearsal.ipynb #f96e4824
 def rehearse(learn:Learner, # Whose steps are taken
              dls, # `DataLoaders` to take them with
@@ -115,11 +139,12 @@ def rehearse(learn:Learner, # Whose steps are taken
     )->Learner: # Another one, of the same model
     "Fit one epoch as `learn` would; keep its model and random numbers beside this"
     if hasattr(learn.dls, 'n_inp'): dls.n_inp = learn.dls.n_inp
-    cls = BenchLearner if isinstance(learn, BenchLearner) else Learner
     same = 'loss_func opt_func lr splitter wd moms train_bn wd_bn_bias'.split()
-    new = cls(dls, learn.model, **{k: getattr(learn, k) for k in same}, default_cbs=False,
-              cbs=list(_those_that_matter(learn.cbs)))
+    new = _like(learn)
+    Learner.__init__(new, dls, learn.model, **{k: getattr(learn, k) for k in same}, default_cbs=False,
+                     cbs=list(_those_that_matter(learn.cbs)))
+    for k,v in _own_attributes(learn, new).items(): setattr(new, k, v)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        new.fit(1, cbs=cbs)
+        Learner.fit(new, 1, cbs=cbs)
     return new
