@@ -233,6 +233,7 @@ def over(self:AB)->bool:
         self._keep_level()
     return bool(self.why)
 
+# %% ../../nbs/compare/06_ab.ipynb #9e04a1fc
 @patch
 def result(self:AB, level=None, # Chance of a false verdict; None: what the early looks left
     )->Compared: # Of the pairs so far

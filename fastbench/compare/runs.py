@@ -38,6 +38,7 @@ def _trial_pairs(a, b):
     x,y = ({_mark(o).get('pair'): o for o in s} for s in (a, b))
     return [(x[i], y[i]) for i in x if i in y] if len(x) == len(a) and len(y) == len(b) else None
 
+# %% ../../nbs/compare/03_runs.ipynb #9e01a1fc
 def _pairs(a, b):
     "Pairs of Runs that ran in turns, or None: one of each took no turns"
     if duos := _trial_pairs(a, b): return duos
@@ -148,6 +149,7 @@ def _level_of(runs):
     marks = [_mark(o) for o in runs] if _of_one_trial(runs) else []
     return min((o['level'] for o in marks if is_number(o.get('level'))), default=.05)
 
+# %% ../../nbs/compare/03_runs.ipynb #9e03a1fc
 def _name(runs):
     r = runs[0]
     parts = r.recipe.get('name', ''),str(r.precision.get('effective') or ''),str(r.device.get('name') or '')
@@ -161,6 +163,7 @@ def _check_sides(a, b):
         twice = next((o for o in ids if ids.count(o) > 1), None)
         if twice: raise UserError(f'the Run {twice} stands twice in {name}: a Run counts once')
 
+# %% ../../nbs/compare/03_runs.ipynb #9e02a1fc
 def _refuse(found):
     raise NotComparable(f"not comparable: {'; '.join(map(said, found))}. `--on FIELD` names what is meant to differ, "
                         '`--anyway` compares all the same', found)

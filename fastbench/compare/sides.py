@@ -59,6 +59,7 @@ def _in_folder(path):
         _missing(f'{path} holds no Run{why}')
     return _once(good, [f'passed over: {o}' for o in bad])
 
+# %% ../../nbs/compare/02_sides.ipynb #9e05a1fc
 def _once(runs, notes=()):
     "Each Run once: a copy of its file is no second measurement"
     own = {r.id: r for r in reversed(runs)}

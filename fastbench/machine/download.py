@@ -38,6 +38,7 @@ def locked(path): # The lock's own file, created where missing; it stays, empty
         try: yield
         finally: _lock(f, False)
 
+# %% ../../nbs/machine/02_download.ipynb #9e08a1fc
 def _opened(lock):
     try: return open(lock, 'a+b')
     except PermissionError as e:

@@ -102,6 +102,7 @@ class _Picked:
         res.texts,res.y = [self.ds.texts[i] for i in at.tolist()],None if self.ds.y is None else self.ds.y[at]
         return res
 
+# %% ../../nbs/text/04_dataset.ipynb #9e07a1fc
 @patch(as_prop=True)
 def iloc(self:TextDataset):
     "Take out some of the texts by their numbers, with their labels"

@@ -187,6 +187,7 @@ def is_one(self:Task, item, # What `predict` was given
     "Return whether it is a single example"
     return isinstance(item, str) or isinstance(item, tuple) and len(item) == 2 and pairs
 
+# %% ../../nbs/text/14_task.ipynb #9e06a1fc
 @patch
 def examples_of(self:Task, df, # A DataFrame
                 cols, # Columns of the texts
