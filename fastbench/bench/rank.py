@@ -105,7 +105,6 @@ def worst(statuses # Statuses of a Run, one per process
     "Return how all of them ended: if one was interrupted, all were"
     return next(o for o in ('failed', 'interrupted', 'diverged', 'ok') if o in statuses)
 
-
 # %% ../../nbs/bench/05_rank.ipynb #ed1a029d
 def _without_others(run):
     "Remove noise from the other processes of this training, which look like strangers"
@@ -145,7 +144,6 @@ def main(path:str # Path of the file that says what to train
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
 
 # %% ../../nbs/bench/05_rank.ipynb #20f29c51
 if __name__ == '__main__' and sys.argv[1:] and sys.argv[1].endswith('spec.pkl'): main(sys.argv[1])

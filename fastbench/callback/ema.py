@@ -78,7 +78,6 @@ def _average(model):
         if 'deepcopy protocol' not in str(e): raise
         return AveragedModel(_Parts(model), use_buffers=True)  # fastai's AWD_LSTM keeps results of its last batch
 
-
 # %% ../../nbs/callback/04_ema.ipynb #97ceeadc
 @torch.no_grad()
 def _here(t): return t.to_local() if is_part(t) else t

@@ -10,7 +10,6 @@ from fastai.callback.core import Callback, CancelTrainException
 
 from ..rules import check_whole
 
-
 # %% ../../nbs/callback/03_limit.ipynb #c679a672
 class FirstBatches(Callback):
     "End the training part of each epoch after `n` batches"

@@ -16,7 +16,6 @@ from fastcore.basics import patch
 from ..errors import UserError
 from ..rules import check_whole, is_number
 
-
 # %% ../../nbs/callback/09_progressive.ipynb #aa2f4ce6
 class ProgressiveResize(Callback):
     "Train on images that grow during a fit"

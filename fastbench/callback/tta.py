@@ -14,7 +14,6 @@ from fastai.vision.core import TensorBBox, TensorPoint
 
 from ..errors import UserError
 
-
 # %% ../../nbs/callback/06_tta.ipynb #e99c9212
 class FlipTTA(Callback):
     "Predict the mean of each image and its mirror image"
@@ -37,7 +36,6 @@ class FlipTTA(Callback):
         self.learn.pred = _mean(self.learn.pred, self._n)
         self.learn.xb = tuple(_first(o, self._n) for o in self.learn.xb)
 
-
 # %% ../../nbs/callback/06_tta.ipynb #ttahelp1
 def _is_image(o): return isinstance(o, torch.Tensor) and o.ndim == 4
 
@@ -53,4 +51,3 @@ def _mean(o, n):
     if isinstance(o, Mapping): return type(o)({k: _mean(v, n) for k,v in o.items()})
     if isinstance(o, tuple) and hasattr(o, '_fields'): return type(o)(*(_mean(v, n) for v in o))
     return type(o)(_mean(v, n) for v in o) if isinstance(o, (tuple, list)) else o
-

@@ -80,7 +80,6 @@ class NotComparable(UserError):
         super().__init__(text)
         self.differences = list(differences)
 
-
 # %% ../../nbs/compare/02_sides.ipynb #12337f98
 # A name is no work; repeats differ in their seeds; of the others counts what was in effect
 _left_out = ('name', 'about', 'seed', 'memory', 'data', 'precision')

@@ -69,7 +69,6 @@ class WeighShares(Callback):
 
 def _is_sum(loss_func): return getattr(loss_func, 'reduction', 'mean') == 'sum'
 
-
 # %% ../../nbs/distributed/00_weigh.ipynb #c9f2e0fa
 @patch
 def _accumulated(self:WeighShares, items): # items: those that it counts itself

@@ -65,7 +65,6 @@ def _check_batch(self:BatchMix, most=None): # most: inputs that can be mixed
     what = f' and shape {tuple(bad[0].shape)}' if isinstance(bad[0], torch.Tensor) else ''
     raise UserError(f'{name} mixes one label of each image, and a target is {kind(bad[0])}{what}: leave it out')
 
-
 # %% ../../nbs/draw/15_mix.ipynb #fe5a2732
 def _wide(v, x): return v.view(-1, *[1]*(x.dim()-1))
 

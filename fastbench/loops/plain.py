@@ -81,7 +81,6 @@ def _check_names(f, recipe):
         if near := get_close_matches(k, known, 1, .8):
             raise UserError(f'unknown argument {k!r}; did you mean {near[0]!r}? A fact of the work needs another name')
 
-
 # %% ../../nbs/loops/03_plain.ipynb #11985ad8
 @patch
 def run(self:StepProfiler, name:str='loop', # Of the experiment: the same for loops that do the same work

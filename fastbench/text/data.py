@@ -70,7 +70,6 @@ def _rows(rows, cols, label_col):
     if not rows or not isinstance(rows[0], (tuple, list)): return _frame([rows], cols[:1], 1)
     return _frame(zip_longest(*rows), [*cols, label_col], len(cols))
 
-
 # %% ../../nbs/text/13_data.ipynb #79493d04
 def _dataset(data, label_col):
     "Make a table from a `datasets.Dataset`"
@@ -120,7 +119,6 @@ def _labelled(df, cols):
     bad = df[cols].isna().any(axis=1).to_numpy()
     if bad.any():
         raise UserError(f'row {int(bad.argmax())} has no label in column {cols[0]}: drop that row, or label it')
-
 
 # %% ../../nbs/text/13_data.ipynb #0e93ca37
 def _several(col, train, delim, vocab=None):

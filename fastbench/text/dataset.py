@@ -113,7 +113,6 @@ def items(self:TextDataset):
     "What the numbers of texts refer to: the texts with their labels"
     return self
 
-
 # %% ../../nbs/text/04_dataset.ipynb #b51744e1
 def text_table(columns, # Name -> values, a list
                width=200, # Number of characters shown of a text
@@ -185,4 +184,3 @@ def plot_top_losses(x:_TopRows, # Names of columns
     df = text_table(dict(zip((*x, 'prediction', 'loss'), zip(*rows))), width)
     if show: display_df(df)
     else: return df
-

@@ -343,4 +343,3 @@ def _finish(hf, tokenizer, source, fresh):
     if tokenizer is not None and pad_is_word(tokenizer): model._pad_with_a_word()
     model.source,model.fresh = source,fresh
     return model
-

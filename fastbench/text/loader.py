@@ -151,7 +151,6 @@ def _estimated(self:TextDL):
     if self._guess is None: self._guess = self.lengths()
     return self._guess
 
-
 # %% ../../nbs/text/07_loader.ipynb #a4a3df85
 @patch
 def _on_estimates(self:TextDL):
@@ -279,7 +278,6 @@ def sample(self:TextDL):
     k = order.group
     groups = [order.batches[i:i+k] for i in range(0, len(order.batches), k)]
     return (g for i,g in enumerate(groups) if i%self.num_workers == self.offs)
-
 
 # %% ../../nbs/text/07_loader.ipynb #56861de1
 @patch

@@ -57,7 +57,6 @@ def qa_example(o, # A dict with question, context and answers, or (question, con
         raise UserError(f'example {number}: the answer {a[:60]!r} is not in its context{at}')
     return q, c, a, start
 
-
 # %% ../../nbs/text/16_qa.ipynb #28f166cc
 class SpanLoss(nn.Module):
     "Mean cross-entropy of the first and the last token"
@@ -238,7 +237,6 @@ def _best_of(model, x, bs, longest):
         first = part['attention_mask'].argmax(1)[:,None]
         none = min(none, (s+e).gather(1, first).min().item())
     return best,none
-
 
 # %% ../../nbs/text/16_qa.ipynb #6f4447fc
 @patch

@@ -107,7 +107,6 @@ def check(self:Task, examples, # A list
                         f'from {self.takes}. Drop it, or give it one')
     return examples
 
-
 # %% ../../nbs/text/14_task.ipynb #taskrow2
 @patch
 def rows(self:Task, x, # Dict of a batch
@@ -137,7 +136,6 @@ def inputs(self:Task, x # Dict of a batch
     none = 'cu_seq_lens', 'position_ids'
     cols = {k: split(k, v) for k,v in x.items() if isinstance(v, torch.Tensor) and k not in none}
     return [{k: v[i] for k,v in cols.items()} for i in range(n)]
-
 
 # %% ../../nbs/text/14_task.ipynb #03cf0543
 @patch
@@ -202,7 +200,6 @@ def one_each(kwargs # For transformers' `generate`
     if (n := kwargs.get('num_return_sequences', 1)) == 1: return
     raise UserError(f'num_return_sequences={n} cannot be: predict gives one answer for each text. For several, call '
                     'learn.model.hf.generate')
-
 
 # %% ../../nbs/text/14_task.ipynb #chkdata2
 def _has_targets(dl, task):

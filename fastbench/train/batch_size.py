@@ -275,7 +275,6 @@ def _whole(name, v):
         raise UserError(f'{name}={v!r} cannot be: a number of samples, 1 or more')
     return int(v)
 
-
 # %% ../../nbs/train/09_batch_size.ipynb #652d55c5
 @patch
 def find_batch_size(self:Learner,

@@ -131,7 +131,6 @@ def _own_attributes(learn, new):
 
 _of_a_fit = 'remove_cbs', '_stamp', '_listeners', '_known', 'dl', 'opt'
 
-
 # %% ../../nbs/train/08_rehearsal.ipynb #f96e4824
 def rehearse(learn:Learner, # Whose steps are taken
              dls, # `DataLoaders` to take them with
