@@ -352,6 +352,14 @@ def test_texts_that_fill_no_batch_train_nothing(tok):
         assert len(hf_dls(rows[:5], tok, valid=rows[5:], loader=loader, bs=4, drop_last=True, max_length=40, workers=0, device='cpu').train) == 1
 
 
+@pytest.mark.parametrize('loader', [None, 'sorted', 'random'])
+def test_examples_that_fill_no_batch_train_nothing(tok, loader):
+    examples = [(o.split(), ['O']*(len(o.split())-1) + ['X']) for o in ['a few words', 'and more of them']*4]
+    def made(bs): return task_dls(TokenClassification(['O', 'X']), examples[:5], examples[5:], tok, bs=bs, loader=loader, drop_last=True, max_length=40, device='cpu')
+    with pytest.raises(UserError, match='5 texts for training fill no batch of bs=16'): made(16)
+    assert len(made(4).train) == 1
+
+
 def test_no_loss_without_targets(tok):
     learn = small(hf_dls([(o, 'ab'[i % 2]) for i, o in enumerate(TEXTS)], tok, max_length=40, workers=0, device='cpu'), 'bert-tiny', 'sequence-classification')
     with learn.no_bar(), pytest.raises(UserError, match='no targets, so there is no loss'): learn.get_preds(dl=learn.dls.test_dl(TEXTS[:3]), with_loss=True)

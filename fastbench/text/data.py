@@ -23,7 +23,8 @@ from ..machine.environment import worker_cores
 from ..data.table import part_of
 from ..errors import UserError, unknown
 from ..rules import check_whole, is_number
-from .dataset import TextDataset, as_columns, check_columns, check_texts, texts_of
+from .dataset import (TextDataset, as_columns, check_columns, check_fills, check_texts,
+                                    texts_of)
 from .loader import TextDL
 from .tokenize import BatchTokenizer
 
@@ -206,11 +207,6 @@ def _split_frame(data, valid, text_col, label_col, valid_pct, seed):
     return df.reset_index(drop=True),_drawn(len(df), valid_pct, seed) if held is None else held
 
 # %% ../../nbs/text/13_data.ipynb #2d09e903
-def _check_fills(n, bs):
-    if n >= bs: return
-    raise UserError(f'{n} texts for training fill no batch of bs={bs}, and drop_last leaves out what does not: use a '
-                    'smaller bs')
-
 def _token_budget(loader, max_tokens, bs, max_length):
     if max_tokens is not None or loader not in ('budget', 'packed'): return max_tokens
     return bs*(max_length or 512)//2
@@ -273,7 +269,7 @@ def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folde
     cols = as_columns(text_col)
     texts = check_texts(texts_of(df, cols), cols[0])
     y,vocab,kind = (None, None, 'none') if label_col is None else labels_of(df, label_col, ~held, label_delim)
-    if kwargs.get('drop_last') and loader in ('sorted', 'random'): _check_fills(int((~held).sum()), bs)
+    if kwargs.get('drop_last') and loader in ('sorted', 'random'): check_fills(int((~held).sum()), bs)
     is_bt = isinstance(tokenizer, BatchTokenizer)
     bt = tokenizer if is_bt else BatchTokenizer(tokenizer, max_length, pad_to_multiple_of)
     if workers is None: workers = int((~held).sum() >= 2000 and worker_cores() > 1)

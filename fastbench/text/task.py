@@ -20,7 +20,7 @@ from fastcore.basics import merge, patch
 from fastcore.foundation import L
 
 from ..errors import UserError, unknown
-from .dataset import ShowsTexts, TextDataset, texts_of
+from .dataset import ShowsTexts, TextDataset, check_fills, texts_of
 from .loader import TextDL
 from .loss import TokenLoss
 from .order import kinds
@@ -452,6 +452,7 @@ def task_dls(task, # A `Task`
         if not len(part): raise UserError(f'{o} has no examples')
     train,valid = task.check(list(train), 'train'),task.check(list(valid), 'valid')
     pad_with_end(tokenizer)
+    if kwargs.get('drop_last') and loader in (None, 'sorted', 'random') and not task.splits: check_fills(len(train), bs)
     if loader is None:
         dl = TaskDL(train, task, tokenizer, bs, max_length, True, seed, **kwargs)
         dls = DataLoaders(dl, dl.new(valid, shuffle=False))
