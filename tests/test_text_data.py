@@ -397,6 +397,20 @@ def test_a_lost_hub_is_said_at_once(monkeypatch):
     with pytest.raises(DataUnavailable, match='name resolution failed. A local folder or a tokenizer works offline'): find_tokenizer('nobody/nothing')
 
 
+def test_stars_are_numbers_where_that_is_said(tok):
+    df = pd.DataFrame(dict(text=['one', 'two words', 'and three words', 'four'], label=[5, 1, 3., 3]))
+    def made(**kwargs): return hf_dls(df, tok, valid=df, workers=0, device='cpu', max_length=20, **kwargs)
+    assert made().info['labels'] == 'single' and made().vocab == [1, 3, 5]
+    dls = made(labels='regression')
+    assert dls.info['labels'] == 'regression' and getattr(dls, 'vocab', None) is None and sorted(dls.one_batch()[1].tolist()) == [1, 3, 3, 5]
+    assert dls.test_dl(df[:2], with_labels=True).one_batch()[1].dtype == torch.float32
+    df['label'] = [.5, 1., .5, 1.]
+    assert made().info['labels'] == 'regression' and made(labels='single').vocab == [.5, 1.]
+    with pytest.raises(UserError, match="unknown kind of labels 'numbers'"): made(labels='numbers')
+    df['label'] = ['a', 'b', 'c', 'd']
+    with pytest.raises(UserError, match='column label is for a regression, and holds what is no number'): made(labels='regression')
+
+
 def test_labels_of_all_kinds():
     df = pd.DataFrame(dict(a=[1, 2, 1], b=[.5, 1, 2.], c=[['x'], [], ['x', 'y']], d=[True, False, True], e=[1., 2., 1.], f=[0, 1, 1], g=[1, 0, 1]))
     train = np.array([True]*3)

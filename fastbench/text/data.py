@@ -148,21 +148,31 @@ def _one_each(col, train, vocab=None):
     at = {o: i for i,o in enumerate(vocab)}
     return torch.tensor([_number(at, o, i) for i,o in enumerate(col.tolist())]),vocab
 
+# %% ../../nbs/text/13_data.ipynb #a5b0f1c1
+_kinds = ['single', 'regression']
+
+def _as_numbers(col):
+    try: return torch.tensor(pd.to_numeric(col).to_numpy(np.float32))
+    except (ValueError, TypeError) as e:
+        raise UserError(f'column {col.name} is for a regression, and holds what is no number: {e}') from None
+
 # %% ../../nbs/text/13_data.ipynb #57e51a87
 def labels_of(df, # A DataFrame
               label_col, # Column of the labels; or several columns of numbers
               train, # Which rows are for training
               delim=None, # Several labels in a cell are separated by it
+              kind=None, # 'single' or 'regression', where the column does not show it
     )->tuple: # a tensor of labels, their names (None for numbers), and 'single', 'multi' or 'regression'
     "Return the labels of a table"
+    if kind not in (None, 'single', 'regression'): raise UserError(unknown('kind of labels', kind, _kinds))
     cols = as_columns(label_col)
     _labelled(df, cols)
     if len(cols) > 1:
         y = torch.tensor(df[cols].to_numpy(np.float32))
         return y,cols,('multi' if set(y.unique().tolist()) <= {0, 1} else 'regression')
     col = df[cols[0]]
-    if pd.api.types.is_float_dtype(col) and (col % 1 != 0).any():
-        return torch.tensor(col.to_numpy(np.float32)),None,'regression'
+    fractions = pd.api.types.is_float_dtype(col) and (col % 1 != 0).any()
+    if kind == 'regression' or fractions and kind is None: return _as_numbers(col),None,'regression'
     if delim or (len(col) and isinstance(col.iloc[0], (list, tuple, set, np.ndarray))):
         return *_several(col, train, delim),'multi'
     return *_one_each(col, train),'single'
@@ -175,7 +185,7 @@ def _labels_like(df, label_col, delim, vocab, kind):
     _labelled(df, cols)
     if len(cols) > 1: return torch.tensor(df[cols].to_numpy(np.float32))
     col = df[cols[0]]
-    if kind == 'regression': return torch.tensor(col.to_numpy(np.float32))
+    if kind == 'regression': return _as_numbers(col)
     return (_several(col, (), delim, vocab) if kind == 'multi' else _one_each(col, (), vocab))[0]
 
 # %% ../../nbs/text/13_data.ipynb #12732a79
@@ -256,6 +266,7 @@ def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folde
            seed:int=42, # Random seed of the split and of every epoch's order
            valid=None, # Texts for validation: like `data`, or the name of a column that is true for them
            label_delim=None, # Several labels in a cell are separated by it
+           labels=None, # 'single' or 'regression', where the column does not show it: whole numbers are names if None
            pad_to_multiple_of:int|None=None, # Round the length of a padded batch up
            workers:int|None=None, # Processes that tokenize in the first epoch; None: one, for 2,000 texts or more
            device=None, # Where batches go; None: fastai's default
@@ -268,7 +279,7 @@ def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folde
     df,held = _split_frame(data, valid, text_col, label_col or 'label', valid_pct, seed)
     cols = as_columns(text_col)
     texts = check_texts(texts_of(df, cols), cols[0])
-    y,vocab,kind = (None, None, 'none') if label_col is None else labels_of(df, label_col, ~held, label_delim)
+    y,vocab,kind = (None, None, 'none') if label_col is None else labels_of(df, label_col, ~held, label_delim, labels)
     if kwargs.get('drop_last') and loader in ('sorted', 'random'): check_fills(int((~held).sum()), bs)
     is_bt = isinstance(tokenizer, BatchTokenizer)
     bt = tokenizer if is_bt else BatchTokenizer(tokenizer, max_length, pad_to_multiple_of)
