@@ -17,9 +17,9 @@ from fastai.vision.core import PILImage
 from PIL import Image
 from torch import nn
 
-from fastbench.draw import diagnose  # adds Learner.diagnose_input
+from fastbench.draw import diagnose, pace  # adds Learner.diagnose_input
 from fastbench.draw.diagnose import InputDiagnosis, Remedies, Remedy, Stalls, Stations, beside, fits_in_memory, remedies, stall_rows
-from fastbench.draw.pace import Metronome, Pace, files_of, forget_files, host_loader, loader_pace, same_order, together
+from fastbench.draw.pace import Metronome, Pace, files_of, forget_files, host_loader, loader_pace, same_order, step_pace, together
 from fastbench.errors import UserError
 
 
@@ -118,6 +118,60 @@ def test_a_metronome_leaves_the_first_out_and_ends_in_time():
     tick = Metronome(0., skip=3, least=2)
     assert [tick() for _ in range(5)] == [False]*4 + [True] and tick.pace().n == 2
     assert Metronome(1.).pace() is None
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    "`clock.now` is what the metronome sees"
+    class Clock: now = 0.
+    monkeypatch.setattr(pace, 'perf_counter', lambda: Clock.now)
+    return Clock
+
+
+def pairs(tick, clock, n=100):
+    "One batch at once, the next after ten seconds: two workers that finish together"
+    for i in range(n):
+        clock.now += 10 if i % 2 else 0
+        if tick(): return True
+
+
+@pytest.mark.parametrize('skip', [1, 2])
+@pytest.mark.parametrize('seconds', [29, 41])
+def test_whole_groups_are_counted(clock, skip, seconds):
+    tick = Metronome(seconds, skip=skip, group=2)
+    assert pairs(tick, clock) and tick.pace().seconds == 5 and tick.pace().n % 2 == 0
+
+
+def test_a_loader_that_is_over_in_the_middle_of_a_group(clock):
+    tick = Metronome(1000, skip=1, group=2)
+    assert not pairs(tick, clock, n=8)
+    assert (tick.pace().seconds, tick.pace().n) == (5, 6)
+
+
+def test_the_end_of_workers_is_not_counted(clock, monkeypatch):
+    tick = Metronome(20, skip=1)
+    while not tick(): clock.now += 5
+    clock.now += 1000
+    assert tick.pace().seconds == 5
+
+
+class EndsLate(list):
+    "Batches whose workers take long to end"
+    def __iter__(self):
+        try: yield from super().__iter__()
+        finally: self.clock.now += 1000
+
+
+@pytest.mark.parametrize('n', [20, 1000])  # ended by the epoch, by the time
+def test_a_fit_that_ends_its_workers_is_over_before_that(clock, n):
+    class Net(nn.Linear):
+        def forward(self, x):
+            clock.now += 5
+            return super().forward(x)
+    train = EndsLate([(torch.ones(2, 1), torch.ones(2, 1))]*n)
+    train.clock = clock
+    learn = Learner(DataLoaders(train, []), Net(1, 1), loss_func=nn.MSELoss())
+    assert step_pace(learn, train, 92.).seconds == 5
 
 
 # Loaders

@@ -59,7 +59,10 @@ class Metronome:
                  skip:int=2, # Leave out so many, at least one
                  least:int=2, # Measure so many, however long they take
                  ready=lambda: None, # Waits for the device
-        ): self.seconds,self.skip,self.least,self.ready,self.seen,self.at = seconds,skip,least,ready,0,[]
+                 group:int=1, # They come in groups of so many, as batches of several workers do
+        ):
+        self.seconds,self.skip,self.least,self.ready,self.group = seconds,skip,least,ready,group
+        self.seen,self.at,self.end = 0,[],None
 
     def __call__(self):
         "One more has passed; was it the last?"
@@ -67,17 +70,26 @@ class Metronome:
         if self.seen <= self.skip:
             if self.seen < self.skip: return False
             self.ready()
-            self.cpu = _children(),process_time()
+            self.cpu = _children() + process_time()
         self.at.append(perf_counter())
-        return len(self.at) > self.least and self.at[-1] - self.at[0] > self.seconds
+        n,took = len(self.at) - 1,self.at[-1] - self.at[0]
+        last = n >= self.least and took > self.seconds*(1 if n % self.group == 0 else 2)
+        if last: self.stop()
+        return last
+
+    def stop(self):
+        "That was the last one: what ends afterwards, such as workers, is not of it"
+        self.ready()
+        if self.at: self.end,self.used = perf_counter(),_children() + process_time() - self.cpu
 
     def pace(self
         )->Pace: # None where it was over too soon
         "What each took"
         if len(self.at) < 2: return None
-        self.ready()
-        took,mine,n = perf_counter() - self.at[0],process_time() - self.cpu[1],len(self.at) - 1
-        return Pace(took/n, (mine + _children() - self.cpu[0])/n, n)
+        if self.end is None: self.stop()
+        n = len(self.at) - 1
+        whole = n//self.group*self.group or n
+        return Pace((self.end - self.at[0] - (self.at[-1] - self.at[whole]))/whole, self.used/n, whole)
 
 # %% ../../nbs/draw/40_pace.ipynb #8e71b8e0
 class _Watch(Callback):
@@ -86,7 +98,10 @@ class _Watch(Callback):
     def __init__(self, tick): self.tick = tick
     def after_batch(self):
         if self.tick(): raise CancelFitException
+        if self.iter+1 >= self.n_iter: self.tick.stop()
     def after_train(self): raise CancelFitException
+
+def _workers(dl): return max(1, getattr(getattr(dl, 'fake_l', None), 'num_workers', 1))
 
 def _wait_for(device):
     "What waits until a device is done"
@@ -101,7 +116,8 @@ def step_pace(learn:Learner, # Whose steps
     device,res,began = next(learn.model.parameters()).device,None,perf_counter()
     dls = DataLoaders(train, Repeated(None, n=0), device=getattr(learn.dls, 'device', None))
     while res is None or res.seconds*res.n < seconds and perf_counter() - began < 3*seconds:
-        tick = Metronome(seconds - (res.seconds*res.n if res else 0), skip, ready=_wait_for(device))
+        left = seconds - (res.seconds*res.n if res else 0)
+        tick = Metronome(left, skip, ready=_wait_for(device), group=_workers(train))
         rehearse(learn, dls, _Watch(tick))
         if (p := tick.pace()) is None: break
         res = res + p if res else p
@@ -157,7 +173,7 @@ def loader_pace(dl, # A fastai `DataLoader`
     "Measure how long it takes to make a batch while nothing is computed"
     fake = getattr(dl, 'fake_l', None)
     ready = fake.num_workers*fake.prefetch_factor if fake and fake.num_workers else 0
-    tick = Metronome(seconds, ready + 2 if skip is None else skip)
+    tick = Metronome(seconds, ready + 2 if skip is None else skip, group=_workers(dl))
     it = iter(host_loader(dl))
     try:
         for _ in it:
