@@ -94,7 +94,7 @@ from .text.rnn import rnn_learner
 from .text.words import lm_dls
 from .text.sources import load_text_source, source_tokenizer, train_tokenizer
 from .text.splitter import hf_splitter, layer_decay, layer_groups
-from .text.task import task_dls
+from .text.examples import task_dls
 from .vision.augment import augmented
 from .vision.data import vision_dls
 from .vision.kinds import Small, Timm, Torchvision, XResNet

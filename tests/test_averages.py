@@ -16,7 +16,7 @@ from fastbench.text.qa import QuestionAnswering
 from fastbench.text.rnn import rnn_learner
 from fastbench.text.words import lm_dls
 from fastbench.text.seq2seq import Summarization
-from fastbench.text.task import task_dls
+from fastbench.text.examples import task_dls
 from fastbench.text.tokens import TokenClassification
 from test_text_data import WORDS, make_tokenizer
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from fastbench.errors import UserError
 from fastbench.text.data import hf_dls
 from fastbench.text.learner import hf_learner, load_hf_learner
-from fastbench.text.task import task_dls
+from fastbench.text.examples import task_dls
 from fastbench.text.tokenize import BatchTokenizer
 from fastbench.text.tokens import TokenClassification
 from test_text_data import WORDS

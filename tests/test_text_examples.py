@@ -13,7 +13,7 @@ from fastbench.text.learner import hf_learner
 from fastbench.text.order import kinds
 from fastbench.text.qa import QuestionAnswering
 from fastbench.text.seq2seq import Summarization, Translation
-from fastbench.text.task import ExampleTokens, task_dls
+from fastbench.text.examples import ExampleTokens, task_dls
 from fastbench.text.tokenize import by_text
 from fastbench.text.tokens import EntityF1, TokenClassification
 from test_text_tasks import WORDS, tok  # noqa: F401

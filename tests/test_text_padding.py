@@ -12,7 +12,7 @@ from fastbench.text.hf import hf_model
 from fastbench.text.learner import hf_learner, load_hf_learner
 from fastbench.text.lm import CausalLM
 from fastbench.text.packed import fast_attention
-from fastbench.text.task import task_dls
+from fastbench.text.examples import task_dls
 from fastbench.text.tokenize import BatchTokenizer
 from fastbench.text.tokens import TokenClassification
 from test_text_data import WORDS

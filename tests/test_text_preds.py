@@ -13,7 +13,7 @@ from fastbench.text.learner import hf_learner
 from fastbench.text.order import kinds
 from fastbench.text.qa import QuestionAnswering
 from fastbench.text.seq2seq import Seq2Seq
-from fastbench.text.task import task_dls
+from fastbench.text.examples import task_dls
 from fastbench.text.tokens import TokenClassification
 from test_text_data import WORDS, make_tokenizer
 

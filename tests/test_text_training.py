@@ -87,7 +87,7 @@ def lm(task): return lambda tok, rows, **kw: hf_learner(hf_dls([t for t, _ in ro
 
 
 def tags(tok, rows, **kw):
-    from fastbench.text.task import task_dls
+    from fastbench.text.examples import task_dls
     from fastbench.text.tokens import TokenClassification
     examples = [(t.split(), ['O' if w in WORDS[:30] else 'B-X' for w in t.split()]) for t, _ in rows]
     task = TokenClassification.of(examples)
@@ -139,7 +139,7 @@ def test_accumulation_counts_texts(tok, rows, name, loader):
     from copy import deepcopy
     from fastai.callback.training import GradientAccumulation
     from fastai.optimizer import SGD
-    from fastbench.text.task import task_dls
+    from fastbench.text.examples import task_dls
     from fastbench.text.tokens import TokenClassification
     from functools import partial
     class Batches(Callback):

@@ -18,7 +18,7 @@ from fastcore.foundation import L
 
 from ..errors import UserError, unknown
 from ..machine import group as ranks
-from ..machine.dealing import dealt
+from ..machine.dealing import Dealt
 from ..measure.loader import host_batches
 from ..train.transfer import batches_on
 from .dataset import ShowsTexts, TextDataset
@@ -35,7 +35,7 @@ class Order(list):
         self.batches,self.group = batches,group
 
 # %% ../../nbs/text/07_loader.ipynb #0c61757f
-class TextDL(ShowsTexts, TfmdDL):
+class TextDL(ShowsTexts, Dealt, TfmdDL):
     "A loader of raw texts"
     copies_ahead = True # Is the next batch copied to a GPU while one is computed?
     def __init__(self,
@@ -80,16 +80,6 @@ class TextDL(ShowsTexts, TfmdDL):
 def tokenizer(self:TextDL):
     "The tokenizer of transformers"
     return self.tokens.tokenizer
-
-@patch(as_prop=True)
-def rank(self:TextDL):
-    "Which of `world_size` parts of the texts this process draws"
-    return dealt()[0] if self._told[0] is None else self._told[0]
-
-@patch(as_prop=True)
-def world_size(self:TextDL):
-    "The number of processes that the texts are dealt to"
-    return dealt()[1] if self._told[1] is None else self._told[1]
 
 @patch(as_prop=True)
 def mine(self:TextDL): # Numbers of texts

@@ -14,7 +14,8 @@ from fastai.learner import Metric
 from fastcore.basics import patch
 
 from ..errors import UserError, plural
-from .task import ExampleTokens, Task, TokenAccuracy, batch_outputs, decoded
+from .examples import ExampleTokens, batch_outputs
+from .task import Task, TokenAccuracy, decoded
 from .tokenize import by_text
 
 # %% ../../nbs/text/15_tokens.ipynb #8d52796e

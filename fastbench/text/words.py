@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from ..errors import UserError
 from ..data.place import is_path
 from ..machine import group as ranks
-from ..machine.dealing import dealt
+from ..machine.dealing import Dealt
 from .sources import TextSet, load_text_source
 from ..train.learner import find_device
 from ..train.transfer import put
@@ -75,7 +75,7 @@ def _check_rows(words, bs, bptt, rank, world_size):
         raise UserError(f'{words:,} words cannot be cut into {bs*world_size:,} rows: use a smaller bs, or more text')
 
 # %% ../../nbs/text/19_words.ipynb #b0b2379c
-class BPTTLoader(DataLoader):
+class BPTTLoader(Dealt, DataLoader):
     "A loader of windows of `bptt` words, of `bs` rows that continue from batch to batch"
     def __init__(self, tokens, # int64 [words]: the documents, one after another
                  bs=20, # Number of rows in a batch
@@ -88,7 +88,7 @@ class BPTTLoader(DataLoader):
                  world_size=None, # ... of `world_size`; None: ask the process group while a Learner trains in it
                  device=None, # Where batches go
                  **kwargs):
-        self.tokens,self.bptt,self.told = tokens,bptt,(rank, world_size)
+        self.tokens,self.bptt,self._told = tokens,bptt,(rank, world_size)
         _check_rows(len(tokens), bs, bptt, self.rank, self.world_size)
         if shuffle and ends is None: raise UserError('shuffle needs `ends`, the places where documents end')
         self.ends,self.by_doc,self.seed = ends,shuffle,seed
@@ -97,7 +97,7 @@ class BPTTLoader(DataLoader):
 
     def new(self, dataset=None, cls=None, bs=None, **kwargs):
         own = {k: getattr(self, k) for k in 'tokens bptt ends seed device drop_last'.split()}
-        own |= dict(zip(('rank', 'world_size'), self.told))
+        own |= dict(zip(('rank', 'world_size'), self._told))
         kwargs = {k: v for k,v in kwargs.items() if k in own or k == 'get_idxs'}
         return (cls or type(self))(**own | dict(bs=bs or self.bs, shuffle=self.by_doc) | kwargs)
 
@@ -107,17 +107,6 @@ class BPTTLoader(DataLoader):
         x,y = self.rows()
         for i in range(0, self.stop, self.bptt):
             yield tuple(o[:, i:min(i+self.bptt, self.stop)].contiguous() for o in (x, y))
-
-# %% ../../nbs/text/19_words.ipynb #bpttrk02
-@patch(as_prop=True)
-def rank(self:BPTTLoader):
-    "Which of `world_size` parts of the rows this process reads"
-    return dealt()[0] if self.told[0] is None else self.told[0]
-
-@patch(as_prop=True)
-def world_size(self:BPTTLoader):
-    "The number of processes that the rows are dealt to"
-    return dealt()[1] if self.told[1] is None else self.told[1]
 
 # %% ../../nbs/text/19_words.ipynb #bpttrk03
 @patch(as_prop=True)
