@@ -9,7 +9,8 @@ from fastbench.machine.download import DataUnavailable
 from fastbench.errors import UserError
 from fastbench.text import hf as H
 from fastbench.text.hf import HFModel, find_model, hf_config, hf_configs, hf_model, n_params
-from fastbench.text.task import SequenceClassification, find_task
+from fastbench.text.classify import SequenceClassification
+from fastbench.text.task import find_task
 from fastbench.text.splitter import hf_splitter, layer_decay, layer_groups
 
 TINY = [o for o in hf_configs if o.endswith('-tiny')]

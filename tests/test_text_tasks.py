@@ -12,7 +12,8 @@ from fastbench.text.lm import CausalLM, MaskedLM
 from fastbench.text.qa import QuestionAnswering, answer_scores, best_span, qa_example
 from fastbench.text.seq2seq import Seq2Seq, Summarization
 from fastbench.text.examples import task_dls
-from fastbench.text.task import SequenceClassification, find_task, tasks
+from fastbench.text.classify import SequenceClassification
+from fastbench.text.task import find_task, tasks
 from fastbench.text.tokens import TokenClassification, entities
 
 pytestmark = pytest.mark.usefixtures('no_hub')

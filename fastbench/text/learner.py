@@ -25,7 +25,7 @@ from fastcore.meta import delegates
 import fastbench
 from ..machine.download import DataUnavailable, build_folder
 from ..errors import UserError
-from . import lm, qa, seq2seq, tokens # their tasks register themselves
+from . import classify, lm, qa, seq2seq, tokens # their tasks register themselves
 from .hf import hf_model, hf_quiet, max_positions
 from .check import CheckPacked, check_packed, check_padding
 from .dataset import TextDataset
