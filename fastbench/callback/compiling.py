@@ -12,6 +12,7 @@ from types import FunctionType
 
 import torch
 from fastai.callback.fp16 import MixedPrecision
+from fastai.layers import ToTensorBase
 from fastai.torch_core import TensorBase
 from fastcore.basics import patch
 
@@ -126,12 +127,14 @@ def _line(e):
 # %% ../../nbs/callback/07_compiling.ipynb #b5f07e19
 _tools = ('InvalidCxxCompiler', 'CppCompileError', 'TritonMissing', 'TritonUnavailableError')
 
-def _tip(text, args):
+def _tip(text, args, model):
     "The likely cause of a compilation that failed with `text`"
     if any(isinstance(o, TensorBase) for o in args):
         return "fastai's types cannot be traced; the Learner lacks its default callback CastToTensor"
     if text.startswith(_tools) or 'C compiler' in text:
         return 'it needs a C++ compiler (apt install g++, or CXX) on a CPU and Triton on a GPU'
+    if any(isinstance(o, ToTensorBase) for o in model.modules()):
+        return "a ToTensorBase in the model (fastai's DynamicUnet has one) makes fastai's types, which cannot be traced"
     return 'the model may hold what torch.compile cannot follow'
 
 # %% ../../nbs/callback/07_compiling.ipynb #384f4baa
@@ -140,7 +143,7 @@ def _attempt(self:Compile, *args, **kwargs):
     try: return self._call(*args, **kwargs)
     except (compile_tools().exc.TorchDynamoException, RecursionError) as e:
         text = _line(e)
-        tip = _tip(text, args)
+        tip = _tip(text, args, self._call.model)
         raise UserError(f"compile: backend {self._options['backend']!r} failed on {type(self._call.model).__name__} "
                         f"({text}); {tip}. Train without Compile, or try backend='aot_eager' to see where it "
                         'fails') from e
