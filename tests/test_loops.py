@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastbench.errors import UserError
 from fastbench.loops.lit import LightningProfiler, _same_variable
-from fastbench.loops.plain import learner_run, profiling_steps
+from fastbench.loops.plain import _model_facts, learner_run, profiling_steps
 from fastbench.loops.steps import StepProfiler
 from fastbench.loops.trainer import Drawn, TrainerProfiler, completed
 from fastbench.measure.phases import values
@@ -851,6 +851,79 @@ def test_lightning_counts_what_it_does(tmp_path):
     assert (len(prof.profile.steps['train']), len(prof.profile.steps['valid'])) == (16, 4*8)
     assert values(prof.profile.steps['train'], 'samples') == [4.]*16
     assert prof.run('rows').recipe['loop'] == 'lightning'
+
+
+def test_an_optimizer_around_another_that_has_its_zero_grad():
+    "As Lightning's and Fabric's: their class extends that of the optimizer, so the one within is never asked"
+    class Outer(torch.optim.SGD):
+        def __init__(self, within): self.__dict__, self.optimizer = dict(vars(within)), within
+        def step(self): return self.optimizer.step()
+    model = torch.nn.Linear(2, 1)
+    opt = Outer(torch.optim.SGD(model.parameters(), lr=.1))
+    with profiling_steps([torch.ones(4, 2)]*3, model, opt) as prof:
+        for x in prof.batches:
+            opt.zero_grad()
+            model(x).sum().backward()
+            opt.step()
+    assert [value(prof, 'train', o) for o in ('zero_grad', 'opt_step')] == [3, 3]
+    clean(model, opt)
+
+
+class Casting(torch.nn.Sequential):
+    "As Accelerate and Fabric have it: autocast is on inside of the model's call alone"
+    def forward(self, x):
+        with torch.autocast('cpu', torch.bfloat16): return super().forward(x).float()
+
+
+@pytest.mark.parametrize('make, seen', [(torch.nn.Sequential, 'fp32'), (Casting, 'bf16')], ids=['plain', 'casting'])
+def test_autocast_inside_of_the_model_is_seen(make, seen):
+    model = make(torch.nn.Linear(2, 2), torch.nn.Dropout(0.), torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
+    unused = model[3]
+    model[3] = torch.nn.Identity()
+    model[3].unused = unused
+    with profiling_steps([torch.ones(4, 2)]*2, model) as prof:
+        for x in prof.batches: model(x).sum().backward()
+    assert prof.run('seen').precision['effective'] == seen
+    clean(model)
+
+
+def test_autocast_inside_of_the_model_by_accelerate():
+    accelerate = pytest.importorskip('accelerate')
+    from accelerate.state import AcceleratorState
+    AcceleratorState._reset_state(True)
+    try:
+        acc = accelerate.Accelerator(mixed_precision='bf16', cpu=True)
+        model = acc.prepare(torch.nn.Sequential(torch.nn.Linear(2, 1)))
+        with profiling_steps([torch.ones(4, 2)]*2, model) as prof:
+            for x in prof.batches: acc.backward(model(x).sum())
+    finally: AcceleratorState._reset_state(True)
+    assert prof.run('seen').precision['effective'] == 'bf16'
+
+
+def test_who_is_trained_inside_of_what_distributes_it():
+    class Parallel(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+    lin = torch.nn.Linear(2, 1)
+    assert _model_facts(torch.nn.DataParallel(lin)) == _model_facts(lin) == dict(arch='Linear', parameters=3)
+    assert _model_facts(Parallel(lin))['arch'] == 'Parallel', 'a model of the user that has a part of that name'
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_lightning_optimized_by_hand():
+    needs_lightning()
+    prof = LightningProfiler()
+    t, module, dl = lightning(callbacks=[prof])
+    def step(b, batch_idx):
+        opt = module.optimizers()
+        opt.zero_grad()
+        module.manual_backward(F.cross_entropy(module(b['x']), b['labels']))
+        opt.step()
+    module.automatic_optimization, module.training_step = False, step
+    t.fit(module, dl)
+    assert [value(prof, 'train', o) for o in ('zero_grad', 'opt_step', 'backward')] == [8]*3
+    clean(module, *t.optimizers)
 
 
 @pytest.mark.filterwarnings('ignore')

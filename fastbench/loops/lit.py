@@ -91,7 +91,8 @@ class LightningProfiler(CallbackProfiler):
 
     def on_train_start(self, trainer, pl_module): # trainer: Lightning's; pl_module: what it trains
         "A fit trains from here"
-        self._begin([pl_module.get_submodule(self._part)], list(trainer.optimizers))
+        opts = pl_module.optimizers()
+        self._begin([pl_module.get_submodule(self._part)], opts if isinstance(opts, list) else [opts])
         self._depths = []
         self.loader,self.autocast = trainer.train_dataloader,_dtypes.get(str(trainer.precision).split('-')[0], False)
         if (scaler := getattr(trainer.precision_plugin, 'scaler', None)) is not None:

@@ -33,8 +33,18 @@ def profiling_steps(loader=None, # What `prof.batches` goes over; any other by `
     return StepProfiler(loader, model, optimizer, loss_func, **kwargs)
 
 # %% ../../nbs/loops/03_plain.ipynb #0828f25f
+_around = 'torch', 'lightning', 'lightning_fabric'  # packages whose modules distribute what is their `module`
+
+def _inner(model):
+    "Return the model inside of what compiles or distributes it"
+    while True:
+        inner = getattr(model, '_orig_mod', None)
+        if inner is None and type(model).__module__.partition('.')[0] in _around: inner = getattr(model, 'module', None)
+        if not isinstance(inner, torch.nn.Module): return model
+        model = inner
+
 def _model_facts(model):
-    model = getattr(model, '_orig_mod', model)
+    model = _inner(model)
     return dict(arch=type(model).__name__, parameters=sum(p.numel() for p in model.parameters()))
 
 def _batch(profile):
@@ -63,13 +73,6 @@ def loop_run(profile:Profile, # What was measured
                environment=environment(), profile=to_dict(profile))
 
 # %% ../../nbs/loops/03_plain.ipynb #0bcb99e7
-_short = {torch.float16: 'fp16', torch.bfloat16: 'bf16'}
-
-def _precision(prof):
-    "Return the precision of autocast if it was on at a call of the model, else that of the weights"
-    first = next((p.dtype for m in prof.models for p in m.parameters()), None)
-    return _short.get(prof.autocast or first, 'fp32')
-
 def _n(loader):
     try: return len(loader.dataset)
     except (AttributeError, TypeError): return None
@@ -85,7 +88,7 @@ def _check_names(f, recipe):
 @patch
 def run(self:StepProfiler, name:str='loop', # Of the experiment: the same for loops that do the same work
         data:str='', # What it was trained on
-        precision:str|None=None, # Needed where autocast is inside of the model; None: as it was seen
+        precision:str|None=None, # Needed where autocast is inside of a compiled model; None: as it was seen
         metrics:dict|None=None, # Of the last epoch
         **recipe # What else there is to say of the work: opt, lr, ...
     )->Run: # To be saved, compared and reported
@@ -96,7 +99,7 @@ def run(self:StepProfiler, name:str='loop', # Of the experiment: the same for lo
         raise UserError('nothing was measured yet: loop inside of the `with` block first')
     about = dict(name=data, n_train=_n(self.loader))
     about = {k: v for k,v in about.items() if v is not None}
-    res = loop_run(self.profile, name, recipe.pop('loop', self._how), self.models, precision or _precision(self),
+    res = loop_run(self.profile, name, recipe.pop('loop', self._how), self.models, precision or self._precision(),
                    self.device, about, metrics, **recipe)
     for k,v in self.ended.items(): setattr(res, k, v)
     res.noise,res.warnings = noise(self.before, self.after),warnings_between(self.before, self.after, [])

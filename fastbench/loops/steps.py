@@ -21,8 +21,9 @@ from ..measure.edges import _Compiling, _device_clock
 from ..measure.loader import TimedLoader, batch_size
 from ..measure.phases import Profile
 from ..measure.profiler import Profiler
+from ..measure.remedies import model_remedies
 from ..measure.stopwatch import COPY, DRAW, DRAWN, END, FIRST, LAST, Stopwatch
-from .hooks import ModelHooks, add_optimizer, add_scaler
+from .hooks import ModelHooks, add_optimizer, add_scaler, before_once
 from .regions import OTHER, OPT_STEP, REGIONS, Regions
 
 # %% ../../nbs/loops/02_steps.ipynb #c56c961b
@@ -92,6 +93,7 @@ def _status(kind, error):
 @patch
 def __exit__(self:StepProfiler, kind, error, trace):
     w,facts = self.watch,self.profile.facts
+    facts['remedies'] = model_remedies(self.models, self.device, self._precision())
     with self._undo:
         for o in self._loops[::-1]: o.close()
         if self._by_hand and (kind is None or self.regions.worked): self._complete()
@@ -101,11 +103,35 @@ def __exit__(self:StepProfiler, kind, error, trace):
     self.ended,self.after = _status(kind, error),machine_state(self.device)
     if kind is not None: facts['interrupted'] = facts.get('interrupted', 0) + 1
 
+# %% ../../nbs/loops/02_steps.ipynb #autcst02
+def _parts(model):
+    "Return the parts of a model that hold weights themselves; none of a compiled one"
+    parts = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    if any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in parts): return []
+    return [m for m in parts if next(m.parameters(recurse=False), None) is not None]
+
 @patch
 def _called(self:StepProfiler, model, args, kwargs):
-    if self.autocast is None:
-        on = torch.is_autocast_enabled(self.device.type)
-        self.autocast = torch.get_autocast_dtype(self.device.type) if on else False
+    if self.autocast is not None: return
+    self.autocast = self._autocast()
+    if self.autocast: return
+    for m in _parts(model): before_once(self._undo, m, self._look)
+
+@patch
+def _look(self:StepProfiler): self.autocast = self.autocast or self._autocast()
+
+@patch
+def _autocast(self:StepProfiler):
+    kind = self.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+
+# %% ../../nbs/loops/02_steps.ipynb #autcst05
+_short = {torch.float16: 'fp16', torch.bfloat16: 'bf16'}
+
+@patch
+def _precision(self:StepProfiler):
+    first = next((p.dtype for m in self.models for p in m.parameters()), None)
+    return _short.get(self.autocast or first, 'fp32')
 
 # %% ../../nbs/loops/02_steps.ipynb #7b64773f
 @patch
