@@ -280,6 +280,37 @@ def test_targets_fit_the_decoder(tok):
         with pytest.raises(UserError, match=f'max_target={n} cannot be: a whole number'): make(n)
 
 
+def test_an_encoder_with_more_positions_than_its_decoder(tok):
+    from transformers import LEDConfig
+    config = LEDConfig(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
+                       max_encoder_position_embeddings=64, max_decoder_position_embeddings=24, attention_window=8)
+    rows, task = [(' '.join(['ba']*40), 'ba')]*4, Summarization(max_target=24)
+    learn = small(task_dls(task, rows, rows, tok, max_length=64, bs=2, device='cpu'), config, task)
+    assert learn.model.max_length == 64 and math.isfinite(learn.validate()[0])
+    with pytest.raises(UserError, match='has positions for 64'): small(task_dls(task, rows, rows, tok, max_length=65, bs=2, device='cpu'), config, task)
+
+
+def test_no_more_is_written_than_a_model_has_positions_for(tok):
+    from transformers import BartConfig
+    config = BartConfig(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=24)
+    rows, task = [('ba be', 'ba')]*4, Summarization(max_target=8)
+    learn = small(task_dls(task, rows, rows, tok, max_length=24, bs=2, device='cpu'), config, task)
+    with learn.no_bar(), learn.no_logging():
+        assert len(learn.predict('ba', max_new_tokens=24, min_new_tokens=24)[1]) == 25
+        with pytest.raises(UserError, match='max_new_tokens=25 cannot be: BartForConditionalGeneration has positions for 24 tokens'): learn.predict('ba', max_new_tokens=25)
+
+
+def test_a_long_text_is_continued_at_its_end(tok):
+    from transformers import GPT2Config
+    from transformers import GPT2Config
+    dls = hf_dls(TEXTS, tok, label_col=None, max_length=12, workers=0, device='cpu')
+    learn = small(dls, GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=24), CausalLM())
+    text = ' '.join(['ba']*19 + ['do'])
+    got, new, _ = learn.predict(text, n=5, eos_token_id=None)
+    assert got.startswith(text) and len(new) == 5, 'the text is longer than those of the training'
+    with pytest.raises(UserError, match='20 tokens, and with n=6 more it needs 25 positions: GPT2LMHeadModel has 24'): learn.predict(text, n=6)
+
+
 # Settings of the data and of the task
 
 def test_data_with_other_settings_than_the_tasks_are_refused(tok):

@@ -26,7 +26,7 @@ import fastbench
 from ..machine.download import DataUnavailable, build_folder
 from ..errors import UserError
 from . import classify, lm, qa, seq2seq, tokens # their tasks register themselves
-from .hf import hf_model, hf_quiet, max_positions
+from .hf import decoder_positions, hf_model, hf_quiet
 from .check import CheckPacked, check_packed, check_padding
 from .dataset import TextDataset
 from .gather import GatherRows, joined_rows
@@ -157,8 +157,8 @@ def _check_length(dls, model):
 
 def _check_target(task, model):
     n,hf = getattr(task, 'max_target', None),model.hf
-    most = max_positions(hf.get_decoder()) if n and model.config.is_encoder_decoder else None
-    if most is None or n <= most: return
+    most = decoder_positions(hf)
+    if None in (n, most) or n <= most: return
     raise UserError(f'max_target={n} cannot be: the decoder of {type(hf).__name__} has positions for {most} tokens: '
                     f'make the task with max_target={most} (longer targets are cut)')
 

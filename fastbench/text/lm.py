@@ -75,13 +75,20 @@ class CausalLM(LanguageTask):
         return [_continued(learn, o, n, kwargs) for o in items]
 
 # %% ../../nbs/text/18_lm.ipynb #846f7c95
+def _check_fits(model, size, n):
+    most,needs = model.max_length,size + n - 1
+    if most is None or needs <= most: return
+    raise UserError(f'the text has {size} tokens, and with n={n} more it needs {needs} positions: '
+                    f'{type(model.hf).__name__} has {most}. Give a shorter text, or a smaller n')
+
 def _continued(learn, text, n, kwargs):
     "Return `text` with its continuation, the new tokens, and their log-probabilities"
     t,hf = learn.dls.tokenizer,learn.model.hf
-    enc = t(text, return_tensors='pt', truncation=True, max_length=learn.max_length, add_special_tokens=False)
+    enc = t(text, return_tensors='pt', add_special_tokens=False)
     if not enc['input_ids'].numel():
         raise UserError('there is nothing to continue: give a word, or the token with which a text begins'
                         + (f' ({t.bos_token})' if t.bos_token else ''))
+    _check_fits(learn.model, enc['input_ids'].shape[1], n)
     enc = {k: v.to(hf.device) for k,v in enc.items() if k in learn.model.takes}
     kwargs = dict(max_new_tokens=n, do_sample=False, pad_token_id=t.pad_token_id, output_scores=True) | kwargs
     training = hf.training

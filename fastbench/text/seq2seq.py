@@ -11,6 +11,7 @@ from fastcore.basics import patch
 
 from ..errors import UserError, unknown
 from ..rules import check_whole
+from .hf import decoder_positions
 from .task import Task, TokenAccuracy, decoded, encode, one_each
 from .tokenize import by_text
 
@@ -112,12 +113,18 @@ def predict(self:Seq2Seq, learn, items, bs=16, # Number of texts at once
     return [o for x in batches for o in self._write(learn, x, **kwargs)]
 
 # %% ../../nbs/text/17_seq2seq.ipynb #801413d0
+def _check_fits(hf, n):
+    most = decoder_positions(hf)
+    if None in (n, most) or n <= most: return
+    raise UserError(f'max_new_tokens={n} cannot be: {type(hf).__name__} has positions for {most} tokens that it writes')
+
 @patch
 def _write(self:Seq2Seq, learn, x, **kwargs):
     one_each(kwargs)
     hf,t = learn.model.hf,learn.dls.tokenizer
     kwargs = dict(max_new_tokens=self.max_target, do_sample=False, num_beams=1, decoder_start_token_id=self._start,
                   pad_token_id=t.pad_token_id) | kwargs
+    _check_fits(hf, kwargs['max_new_tokens'])
     given = {k: x[k].to(hf.device) for k in ('input_ids', 'attention_mask')}
     training = hf.training
     hf.eval()
