@@ -160,7 +160,8 @@ def _of_torch(dl):
     "A loader of PyTorch as one of fastai, in the same order"
     if type(dl).__iter__ is not TorchLoader.__iter__: _refuse(dl, 'an __iter__ of its own')
     if type(dl.batch_sampler) is not BatchSampler:
-        _refuse(dl, f'what {type(dl.batch_sampler).__name__} draws' if dl.batch_sampler else 'batches that a data set makes')
+        own = dl.batch_sampler
+        _refuse(dl, f'what {type(own).__name__} draws' if own else 'batches that a data set makes')
     if isinstance(dl.sampler, DistributedSampler):
         raise UserError('the loader has a DistributedSampler, which deals already: leave it out (shuffle=True in its '
                         'place), the Learner deals to the processes')
