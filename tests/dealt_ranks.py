@@ -4,6 +4,9 @@ from pathlib import Path
 
 import torch
 import fastai.callback.schedule  # adds lr_find
+from fastai.callback.core import Callback
+from fastai.callback.progress import CSVLogger
+from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders, TfmdDL
 from fastai.data.load import DataLoader
 from fastai.losses import CrossEntropyLossFlat
@@ -57,18 +60,36 @@ def torch_dls(**kwargs):
     return DataLoaders(made(), made(), device='cpu')
 
 
+def two_layers(): return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+class Thaws(Callback):
+    "Gradual unfreezing"
+    def before_epoch(self): self.learn.unfreeze() if self.epoch else self.learn.freeze()
+
+
+class Freezes(Callback):
+    "The first layer is trained in the first epoch only"
+    def before_epoch(self): own_layers(self.learn.model)[0].requires_grad_(not self.epoch)
+
+
+def own_layers(model): return getattr(model, 'module', model)
+
+
 def ignoring(): return dict(dls=fastai_dls(POINTS), model=Points())
 CASES = dict(class_weights=lambda: dict(loss_func=CrossEntropyLossFlat(weight=WEIGHT)), torch_weights=lambda: dict(loss_func=nn.CrossEntropyLoss(weight=WEIGHT)),
              nll=lambda: dict(loss_func=nn.NLLLoss(weight=WEIGHT), model=nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1))),
              ignored=lambda: dict(ignoring(), loss_func=CrossEntropyLossFlat(axis=1, ignore_index=255)), weights_and_ignored=lambda: dict(ignoring(), loss_func=nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=255)),
              probabilities=lambda: dict(dls=fastai_dls(torch.eye(3)[Y]*.8 + .1), loss_func=nn.CrossEntropyLoss(weight=WEIGHT)),
              own_count=lambda: dict(loss_func=nn.CrossEntropyLoss(weight=WEIGHT.flip(0)), n_targets=lambda yb: WEIGHT.flip(0)[yb[0]].sum()),
-             drop_last=lambda: dict(dls=fastai_dls(n=58, used=48, drop_last=True)), collate=lambda: dict(dls=torch_dls(collate_fn=tripled)), sampler=lambda: dict(dls=torch_dls(sampler=Halves())), torch_loader=lambda: dict(dls=torch_dls()))
+             drop_last=lambda: dict(dls=fastai_dls(n=58, used=48, drop_last=True)), thawed=lambda: dict(model=two_layers(), cbs=[Thaws()], splitter=lambda m: [list(m[0].parameters()), list(m[2].parameters())]), frozen=lambda: dict(model=two_layers(), cbs=[Freezes(), GradientAccumulation(32)]),
+             collate=lambda: dict(dls=torch_dls(collate_fn=tripled)), sampler=lambda: dict(dls=torch_dls(sampler=Halves())), torch_loader=lambda: dict(dls=torch_dls()))
 
 
-def learner(dls=None, model=None, loss_func=None, n_targets=None):
+def learner(dls=None, model=None, loss_func=None, n_targets=None, cbs=(), **kwargs):
     torch.manual_seed(0)
-    learn = BenchLearner(dls or fastai_dls(), model or nn.Linear(4, 3), loss_func=loss_func or nn.CrossEntropyLoss())
+    if model: model.apply(lambda m: getattr(m, 'reset_parameters', lambda: None)())
+    learn = BenchLearner(dls or fastai_dls(), model or nn.Linear(4, 3), loss_func=loss_func or nn.CrossEntropyLoss(), cbs=cbs, **kwargs)
     if n_targets: learn.n_targets = n_targets
     return learn
 
@@ -131,6 +152,17 @@ def with_workers():
     return float(learn.recorder.losses[-1]), torch.equal(dl.generator.get_state(), torch.Generator().manual_seed(4).get_state())
 
 
+def history(folder, strategy):
+    "What fastai's logger has written, into one file in one process"
+    learn = learner()
+    learn.path = Path(folder)/strategy
+    learn.path.mkdir(exist_ok=True)
+    with learn.distributed(strategy, cpu=True, tell=lambda o: None):
+        for _ in range(2):
+            with learn.no_bar(), learn.no_logging(): learn.fit(2, .05, cbs=CSVLogger(append=True))
+    return [o.split(',')[0] for o in (learn.path/'history.csv').read_text().splitlines()]
+
+
 def main(folder):
     told = {k: os.environ.pop(k) for k in NAMES}  # for what one process does
     ones = {k: fit(learner(**f())) for k, f in CASES.items()}
@@ -144,6 +176,8 @@ def main(folder):
             learn = learner(**f())
             with learn.distributed(strategy, cpu=True, tell=lambda o: None): fit(learn)
             own['equal'][k] = dict(apart=apart(ones[k].model, learn.model), want=seen(ones[k]), got=seen(learn))
+        own['history'] = history(folder, strategy)
+        group.barrier()
         learn = learner()
         with learn.distributed(strategy, cpu=True, tell=lambda o: None): own['lr_find'] = dict(want=one, got=found(learn))
     res['workers'] = with_workers()

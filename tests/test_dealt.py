@@ -37,6 +37,11 @@ def test_two_processes_train_as_one_with_the_batches_of_both(two, strategy, name
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
+def test_the_first_process_writes_the_history(two, strategy):
+    for r in two: assert r[strategy]['history'] == ['epoch', '0', '1']*2
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
 def test_lr_find_goes_through_all_learning_rates(two, strategy):
     for r in two:
         o = r[strategy]['lr_find']

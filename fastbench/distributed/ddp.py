@@ -44,12 +44,19 @@ class DDP(Strategy):
 
     def wrap(self, model):
         if self.sync_bn and next(model.parameters()).device.type == 'cuda':
-            self._replaced = _norms(model)
-            for n,m in self._replaced.items(): model.set_submodule(n, nn.SyncBatchNorm.convert_sync_batchnorm(m))
+            new = _norms(model)
+            self._replaced = self._replaced | new
+            for n,m in new.items(): model.set_submodule(n, nn.SyncBatchNorm.convert_sync_batchnorm(m))
+        self._params,self._trained = list(model.parameters()),[p.requires_grad for p in model.parameters()]
+        _own_grads(self._params)
         try: return self.accelerator.prepare(model)
         except BaseException:
             self.unwrap(model)
             raise
+
+    def outdated(self, model):
+        wrapped = isinstance(model, DistributedDataParallel)
+        return wrapped and self._trained != [p.requires_grad for p in self._params]
 
     def unwrap(self, model):
         for n,m in self._replaced.items(): model.set_submodule(n, m)

@@ -10,6 +10,7 @@ import warnings
 from functools import partial
 
 import torch
+from fastai.callback.progress import CSVLogger
 from fastai.data.load import DataLoader
 from fastai.distributed import DistributedDL, DistributedTrainer
 from fastai.learner import AvgLoss, AvgMetric
@@ -223,6 +224,7 @@ def switch_on(self:RankTrainer):
     learn,s = self.learn,self.strategy
     s.enter(learn)
     model,loaders,logger = learn.model,list(learn.dls.loaders),learn.logger
+    self._own = model
     learn.model = s.wrap(model)
     self.at_end(partial(self._own_model, learn, model))
     learn.dls.loaders = [self._wrap_dl(o) for o in loaders]
@@ -235,10 +237,20 @@ def switch_on(self:RankTrainer):
     self.at_end(s.tell_syncs(learn))
     self.at_end(s.during(learn))
     learn.engine = engine_of(learn, s)
+    for cb in learn.cbs:
+        if isinstance(cb, CSVLogger) and rank() and not self._since: cb.run = False # fastai's: until the fit is over
+
+@patch
+def before_batch(self:RankTrainer):
+    "Tell the strategy where a callback has frozen or unfrozen weights in the midst of a fit"
+    if not self.training or not self.strategy.outdated(self.learn.model): return
+    self.learn.model = self.strategy.wrap(self._own)
+    self.at_end(self.strategy.tell_syncs(self.learn))
 
 @patch
 def _own_model(self:RankTrainer, learn, model):
     learn.model = model
+    self._own = None
     self.strategy.unwrap(model)
 
 # %% ../../nbs/distributed/05_ranks.ipynb #5a1c0e06

@@ -69,6 +69,12 @@ def wrap(self:Strategy, model # Of the Learner
     return model
 
 @patch
+def outdated(self:Strategy, model # What `wrap` gave
+    )->bool:
+    "Return whether weights were frozen or unfrozen since, which `wrap` has to know"
+    return False
+
+@patch
 def unwrap(self:Strategy, model # Of the Learner
     ): "Undo what `wrap` did to the model itself"
 
