@@ -54,10 +54,6 @@ class DDP(Strategy):
             self.unwrap(model)
             raise
 
-    def outdated(self, model):
-        wrapped = isinstance(model, DistributedDataParallel)
-        return wrapped and self._trained != [p.requires_grad for p in self._params]
-
     def unwrap(self, model):
         for n,m in self._replaced.items(): model.set_submodule(n, m)
         self._replaced = {}
@@ -66,6 +62,14 @@ class DDP(Strategy):
         if world_size() > 1 and not isinstance(model, DistributedDataParallel):
             raise UserError(f'{world_size()} processes are there, but Accelerate trains each by itself: '
                             'on CPUs pass cpu=True, on GPUs leave ACCELERATE_USE_CPU unset')
+
+# %% ../../nbs/distributed/03_ddp.ipynb #outdate3
+@patch
+def outdated(self:DDP, model # What `wrap` gave
+    )->bool:
+    "Return whether weights were frozen or unfrozen since"
+    wrapped = isinstance(model, DistributedDataParallel)
+    return wrapped and self._trained != [p.requires_grad for p in self._params]
 
 # %% ../../nbs/distributed/03_ddp.ipynb #6d1f0b20
 def _with_views(kwargs):

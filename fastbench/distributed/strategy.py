@@ -69,12 +69,6 @@ def wrap(self:Strategy, model # Of the Learner
     return model
 
 @patch
-def outdated(self:Strategy, model # What `wrap` gave
-    )->bool:
-    "Return whether weights were frozen or unfrozen since, which `wrap` has to know"
-    return False
-
-@patch
 def unwrap(self:Strategy, model # Of the Learner
     ): "Undo what `wrap` did to the model itself"
 
@@ -97,6 +91,13 @@ def during(self:Strategy, learn # A Learner in a fit, with the model that is tra
 @patch
 def check(self:Strategy, model # That is trained
     ): "Raise a `UserError` if the strategy is not in effect"
+
+# %% ../../nbs/distributed/02_strategy.ipynb #outdate1
+@patch
+def outdated(self:Strategy, model # What `wrap` gave
+    )->bool:
+    "Return whether weights were frozen or unfrozen since, which `wrap` has to know"
+    return False
 
 # %% ../../nbs/distributed/02_strategy.ipynb #1b5d6ec5
 def twin(model:nn.Module # Of the user
