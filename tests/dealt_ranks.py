@@ -4,11 +4,12 @@ from pathlib import Path
 
 import torch
 import fastai.callback.schedule  # adds lr_find
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, CancelStepException
 from fastai.callback.progress import CSVLogger
 from fastai.callback.training import GradientAccumulation
-from fastai.data.core import DataLoaders, TfmdDL
+from fastai.data.core import DataLoaders, Datasets, TfmdDL
 from fastai.data.load import DataLoader
+from fastai.learner import load_learner
 from fastai.losses import CrossEntropyLossFlat
 from torch import nn
 from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
@@ -163,6 +164,60 @@ def history(folder, strategy):
     return [o.split(',')[0] for o in (learn.path/'history.csv').read_text().splitlines()]
 
 
+class Alone(Callback):
+    "Cancels a step in the last process only"
+    def before_step(self):
+        if group.rank() and self.iter == 1: raise CancelStepException
+
+
+def said(f):
+    try: f()
+    except Exception as e: return f'{type(e).__name__}: {e}'
+
+
+def alone_in_a_step(strategy):
+    def f():
+        with (learn := learner(cbs=[Alone()])).distributed(strategy, cpu=True, tell=lambda o: None): fit(learn)
+    return said(f)
+
+
+class Spare(nn.Linear):
+    "Has weights that are not used"
+    def __init__(self):
+        super().__init__(4, 3)
+        self.spare = nn.Linear(2, 2)
+
+
+def unused(strategy):
+    def f():
+        with (learn := learner(model=Spare())).distributed(strategy, cpu=True, tell=lambda o: None): fit(learn)
+    return said(f)
+
+
+def wrong_option(strategy):
+    def f():
+        with learner().distributed(strategy, cpus=True): pass
+    return said(f)
+
+
+def of_x(i): return X[i]
+def of_y(i): return Y[i]
+
+
+def exported(folder, strategy):
+    "Exported in the block by all processes; what it predicts, and whether the training goes on"
+    ds = Datasets(list(range(32)), [[of_x], [of_y]], splits=[list(range(16)), list(range(16, 32))])
+    learn = learner(ds.dataloaders(bs=8, device='cpu', num_workers=0), nn.Sequential(nn.Linear(4, 3)))
+    learn.path = Path(folder)
+    with learn.distributed(strategy, cpu=True, tell=lambda o: None):
+        fit(learn, 1)
+        why = said(lambda: learn.export(f'{strategy}.pkl'))
+        fit(learn, 1)
+    if why: return why
+    again = load_learner(learn.path/f'{strategy}.pkl')
+    return [type(o).__name__ for o in again.cbs], tuple(again.model[0].weight.shape), learn.engine['world_size']
+
+
 def main(folder):
     told = {k: os.environ.pop(k) for k in NAMES}  # for what one process does
     ones = {k: fit(learner(**f())) for k, f in CASES.items()}
@@ -178,6 +233,7 @@ def main(folder):
             own['equal'][k] = dict(apart=apart(ones[k].model, learn.model), want=seen(ones[k]), got=seen(learn))
         own['history'] = history(folder, strategy)
         group.barrier()
+        own |= dict(alone=alone_in_a_step(strategy), option=wrong_option(strategy), unused=unused(strategy), exported=exported(folder, strategy))
         learn = learner()
         with learn.distributed(strategy, cpu=True, tell=lambda o: None): own['lr_find'] = dict(want=one, got=found(learn))
     res['workers'] = with_workers()

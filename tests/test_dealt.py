@@ -60,3 +60,27 @@ def test_loaders_that_cannot_be_dealt_are_refused_in_one_line(two, strategy, nam
 
 def test_workers_are_prepared_and_the_order_is_that_of_the_generator(two):
     for loss, untouched in (r['workers'] for r in two): assert loss == loss and not untouched
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_a_step_that_some_processes_skip_is_an_error_in_all(two, strategy):
+    for r in two: assert r[strategy]['alone'].startswith('UserError: the optimizer stepped in some processes only')
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_an_unknown_option_of_a_strategy_is_named(two, strategy):
+    for r in two: assert r[strategy]['option'].startswith(f"UserError: unknown option of strategy '{strategy}' 'cpus'; did you mean 'cpu'?")
+
+
+def test_a_learner_is_exported_without_the_processes(two):
+    for r in two:
+        names, shape, n = r['ddp']['exported']
+        assert shape == [3, 4] and n == 2 and not {'RankTrainer', 'WeighShares', 'DecideTogether'} & set(names)
+        assert r['fsdp']['exported'].startswith('UserError: with fsdp each process holds a part')
+
+
+def test_weights_that_nothing_uses_are_named(two):
+    for r in two:
+        line = r['ddp']['unused'].splitlines()[-1]
+        assert r['ddp']['unused'].startswith('UserError') and 'spare.weight, spare.bias' in line and "strategy='fsdp'" in line
+        assert r['fsdp']['unused'] is None

@@ -7,6 +7,7 @@ __all__ = ['bn_types', 'DDP']
 
 # %% ../../nbs/distributed/03_ddp.ipynb #0d232a89
 import os
+from inspect import signature
 
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from fastcore.basics import noop, patch
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..callback.override import override
 from ..compat import is_view
 from .strategy import Strategy, register_strategy
-from ..errors import UserError
+from ..errors import UserError, unknown
 from ..machine.group import heed_srun, world_size
 from ..measure.clock import train_device
 from ..measure.profiler import noted
@@ -40,6 +41,9 @@ class DDP(Strategy):
         heed_srun()
         if world_size() > 1 and (gpu := train_device(learn)).type == 'cuda':
             os.environ['LOCAL_RANK'] = str(gpu.index) # the GPU that Accelerate takes
+        taken = signature(Accelerator.__init__).parameters
+        wrong = [k for k in self.kwargs if k not in taken]
+        if wrong: raise UserError(unknown("option of strategy 'ddp'", wrong[0], sorted({*taken} - {'self'})))
         self.accelerator = Accelerator(**_with_views(self.kwargs))
 
     def wrap(self, model):
@@ -49,6 +53,7 @@ class DDP(Strategy):
             for n,m in new.items(): model.set_submodule(n, nn.SyncBatchNorm.convert_sync_batchnorm(m))
         self._params,self._trained = list(model.parameters()),[p.requires_grad for p in model.parameters()]
         _own_grads(self._params)
+        self._checked = False
         try: return self.accelerator.prepare(model)
         except BaseException:
             self.unwrap(model)
@@ -70,6 +75,19 @@ def outdated(self:DDP, model # What `wrap` gave
     "Return whether weights were frozen or unfrozen since"
     wrapped = isinstance(model, DistributedDataParallel)
     return wrapped and self._trained != [p.requires_grad for p in self._params]
+
+@patch
+def after_backward(self:DDP, model # That is trained
+    ):
+    "Name weights that have no gradient, which DDP would wait for in the next step"
+    if self._checked or not isinstance(model, DistributedDataParallel): return
+    self._checked = True
+    if model.find_unused_parameters or model.static_graph: return
+    idle = [n for n,p in model.module.named_parameters() if p.requires_grad and p.grad is None]
+    if idle: raise UserError(
+        f'{", ".join(idle[:4])}{", ..." * (len(idle) > 4)}: no gradient in this step, and DDP waits for it. Freeze '
+        "what is not used (requires_grad_(False)), take strategy='fsdp', or pass kwargs_handlers="
+        '[DistributedDataParallelKwargs(find_unused_parameters=True)]')
 
 # %% ../../nbs/distributed/03_ddp.ipynb #6d1f0b20
 def _with_views(kwargs):

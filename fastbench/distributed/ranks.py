@@ -261,6 +261,9 @@ def before_backward(self:RankTrainer):
     if told: self.learn.loss_grad.register_hook(self._begun)
 
 @patch
+def after_backward(self:RankTrainer): self.strategy.after_backward(self.learn.model)
+
+@patch
 def _begun(self:RankTrainer, grad):
     call_after_backward(partial(noting(self.learn), GRADIENT_SYNC)) # DDP queues its own after it
 

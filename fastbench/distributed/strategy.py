@@ -10,6 +10,7 @@ __all__ = ['strategies', 'Strategy', 'twin', 'empty_weights', 'Takes', 'register
 import warnings
 from contextlib import ExitStack
 from copy import deepcopy
+from inspect import signature
 
 import torch
 from fastai.callback.core import Callback
@@ -99,6 +100,11 @@ def outdated(self:Strategy, model # What `wrap` gave
     "Return whether weights were frozen or unfrozen since, which `wrap` has to know"
     return False
 
+@patch
+def after_backward(self:Strategy, model # That is trained
+    ): "Check the gradients of a step"
+
+
 # %% ../../nbs/distributed/02_strategy.ipynb #1b5d6ec5
 def twin(model:nn.Module # Of the user
     )->nn.Module:
@@ -155,7 +161,11 @@ def get_strategy(strategy, # A name, or a `Strategy`
     "Return a strategy by its name"
     if isinstance(strategy, Strategy): return strategy
     if strategy not in strategies: raise UserError(unknown('strategy', strategy, sorted(strategies)))
-    return strategies[strategy](**options)
+    cls = strategies[strategy]
+    taken = signature(cls.__init__).parameters
+    wrong = [] if any(o.kind == o.VAR_KEYWORD for o in taken.values()) else [k for k in options if k not in taken]
+    if wrong: raise UserError(unknown(f"option of strategy '{strategy}'", wrong[0], sorted({*taken} - {'self'})))
+    return cls(**options)
 
 # %% ../../nbs/distributed/02_strategy.ipynb #e5d070b0
 def is_sharded(model # An `nn.Module`
