@@ -199,7 +199,7 @@ def opt_state(opt, # The Learner's optimizer
     params = [p for p,*_ in opt.all_params()]
     found = [p.grad for p in params]
     return dict(opt=to_plain(opt.state_dict()), has_grad=[o is not None for o in found],
-                trained=[p.requires_grad for p in params], frozen=opt.frozen_idx,
+                trained=[p.requires_grad for p in params], frozen=getattr(opt, 'frozen_idx', 0),
                 grads=[None if o is None else o.detach() for o in found] if grads else [])
 
 @torch.no_grad()
@@ -213,7 +213,7 @@ def set_opt_state(opt, # The same kind of optimizer, of the same parameters
         sd['state'] = [to_device(s, p.device) for s,p in zip(sd['state'], params)]
     opt.load_state_dict(sd)
     for p,v in zip(params, state.get('trained', ())): p.requires_grad_(v)
-    opt.frozen_idx = state.get('frozen', opt.frozen_idx)
+    if 'frozen' in state: opt.frozen_idx = state['frozen']
     for p,has in zip(params, state['has_grad']): p.grad = torch.zeros_like(p) if has else None
     for p,g in zip(params, state['grads']): p.grad = g if g is None else torch.empty_like(p).copy_(g)
 
