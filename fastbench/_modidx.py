@@ -1798,6 +1798,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'fastbench/distributed/strategy.py'),
                                                 'fastbench.distributed.strategy._strangers': ( 'distributed/strategy.html#_strangers',
                                                                                                'fastbench/distributed/strategy.py'),
+                                                'fastbench.distributed.strategy.check_options': ( 'distributed/strategy.html#check_options',
+                                                                                                  'fastbench/distributed/strategy.py'),
                                                 'fastbench.distributed.strategy.empty_weights': ( 'distributed/strategy.html#empty_weights',
                                                                                                   'fastbench/distributed/strategy.py'),
                                                 'fastbench.distributed.strategy.engine_of': ( 'distributed/strategy.html#engine_of',

@@ -7,7 +7,6 @@ __all__ = ['bn_types', 'DDP']
 
 # %% ../../nbs/distributed/03_ddp.ipynb #0d232a89
 import os
-from inspect import signature
 
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from fastcore.basics import noop, patch
@@ -16,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..callback.override import override
 from ..compat import is_view
-from .strategy import Strategy, register_strategy
-from ..errors import UserError, unknown
+from .strategy import Strategy, check_options, register_strategy
+from ..errors import UserError
 from ..machine.group import heed_srun, world_size
 from ..measure.clock import train_device
 from ..measure.profiler import noted
@@ -41,9 +40,7 @@ class DDP(Strategy):
         heed_srun()
         if world_size() > 1 and (gpu := train_device(learn)).type == 'cuda':
             os.environ['LOCAL_RANK'] = str(gpu.index) # the GPU that Accelerate takes
-        taken = signature(Accelerator.__init__).parameters
-        wrong = [k for k in self.kwargs if k not in taken]
-        if wrong: raise UserError(unknown("option of strategy 'ddp'", wrong[0], sorted({*taken} - {'self'})))
+        check_options('ddp', Accelerator, self.kwargs)
         self.accelerator = Accelerator(**_with_views(self.kwargs))
 
     def wrap(self, model):
@@ -51,9 +48,9 @@ class DDP(Strategy):
             new = _norms(model)
             self._replaced = self._replaced | new
             for n,m in new.items(): model.set_submodule(n, nn.SyncBatchNorm.convert_sync_batchnorm(m))
-        self._params,self._trained = list(model.parameters()),[p.requires_grad for p in model.parameters()]
+        self._params,self._checked = list(model.parameters()),False
+        self._trained = [p.requires_grad for p in self._params]
         _own_grads(self._params)
-        self._checked = False
         try: return self.accelerator.prepare(model)
         except BaseException:
             self.unwrap(model)
