@@ -49,8 +49,7 @@ class DDP(Strategy):
             self._replaced = self._replaced | new
             for n,m in new.items(): model.set_submodule(n, nn.SyncBatchNorm.convert_sync_batchnorm(m))
         self._params,self._checked = list(model.parameters()),False
-        self._trained = [p.requires_grad for p in self._params]
-        _own_grads(self._params)
+        self._trained = [p.requires_grad for p in _own_grads(self._params)]
         try: return self.accelerator.prepare(model)
         except BaseException:
             self.unwrap(model)
@@ -98,6 +97,7 @@ def _own_grads(params):
     "Make gradients that are views tensors of their own, in the same memory"
     for p in params:
         if p.grad is not None and is_view(p.grad): p.grad = p.grad.detach()
+    return params
 
 @patch
 def during(self:DDP, learn # A Learner in a fit, with the model that is trained
