@@ -17,6 +17,7 @@ import pytest
 import torch
 from fastai.callback.core import Callback
 from fastai.callback.mixup import MixUp
+from fastai.callback.progress import CSVLogger
 from fastai.callback.schedule import Learner  # adds fit_one_cycle
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
 from fastai.callback.training import GradientAccumulation
@@ -244,6 +245,85 @@ def test_killed_in_an_epoch(case, whole, tmp_path):
 @pytest.mark.parametrize('case, end', [(o, e) for o in ('plain', 'ema') for e in ENDS if e != 'mid'] + [('trackers', 'epoch'), ('lean_workers', 'validation')])
 def test_killed_elsewhere(case, end, whole, tmp_path):
     assert killed_and_resumed(case, tmp_path, end) == whole(case)
+
+
+class Thaws(Callback):
+    "Trains the first layers from the second epoch on, as gradual unfreezing does"
+    def before_epoch(self):
+        if self.epoch == 1: self.learn.unfreeze()
+
+
+def thawed(learn, cbs):
+    learn.freeze()
+    learn.fit(3, 1e-2, cbs=[Thaws(), *cbs])
+
+
+def pairs(learn, cbs):
+    "PyTorch's loaders, whose workers live on between epochs"
+    g = torch.Generator().manual_seed(3)
+    data = torch.utils.data.TensorDataset(torch.randn(80, 6, generator=g), torch.randint(0, 3, (80,), generator=g))
+    more = dict(batch_size=8, num_workers=1, persistent_workers=True)
+    learn.dls = DataLoaders(torch.utils.data.DataLoader(data, shuffle=True, **more), torch.utils.data.DataLoader(data, **more))
+    one_cycle(learn, cbs)
+
+
+CASES |= dict(thawed=(partial(make, splitter=split), thawed), torch_workers=(make, pairs),
+              torch_twice=(make, lambda learn, cbs: (pairs(learn, cbs), learn.fit(2, 1e-2, cbs=cbs))))
+
+
+@pytest.mark.parametrize('case, end', [('thawed', ('after_backward', 28)), *[('torch_workers', ENDS[o]) for o in ('validation', 'epoch')], ('torch_twice', ('after_backward', 36))])
+def test_what_an_earlier_epoch_has_changed_or_started_is_there_again(case, end, whole, tmp_path):
+    assert killed_and_resumed(case, tmp_path, end) == whole(case)
+
+
+def said_on_the_way(case, path, end):
+    assert in_child(train, case, path, every(), Kill(*end)) == -signal.SIGKILL
+    def heard():
+        said = []
+        train(case, path, CheckpointEvery(steps=4, resume=True, tell=said.append))
+        return said
+    return in_child(heard)
+
+
+def test_workers_that_lived_on_are_told_of(tmp_path):
+    said = said_on_the_way('torch_workers', tmp_path, ENDS['mid'])
+    assert len(said) == 2 and 'going on from' in said[0] and 'persistent_workers' in said[1]
+
+
+def logged(append, path, *cbs):
+    learn = make(path)
+    with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(4, 1e-2, cbs=[CSVLogger(append=append), *cbs])
+    return [o.rpartition(',')[0] for o in (path/'history.csv').read_text().splitlines()]
+
+
+@pytest.mark.parametrize('append', [False, True])
+@pytest.mark.parametrize('end', [('after_backward', 25), ('after_validate', 2), ('after_epoch', 2), ('after_fit', 1)])
+def test_the_history_of_a_resumed_fit_has_all_epochs_once(append, end, tmp_path):
+    (tmp_path/'whole').mkdir()
+    old = 'epoch,train_loss,valid_loss,accuracy,time\n0,1,1,1,00:00\n' # of an earlier training
+    for o in (tmp_path, tmp_path/'whole'): (o/'history.csv').write_text(old)
+    want = in_child(logged, append, tmp_path/'whole')
+    assert len(want) == 5 + 2*append
+    assert in_child(logged, append, tmp_path, every(), Kill(*end)) == -signal.SIGKILL
+    assert in_child(logged, append, tmp_path, every(resume=True)) == want
+
+
+class Halves(Callback):
+    "Smaller batches from the second epoch on, which no later epoch says again"
+    def before_epoch(self):
+        if self.epoch == 1: self.learn.dls.train.bs = 4
+
+
+CASES['halves'] = make, lambda learn, cbs: learn.fit(3, 1e-2, cbs=[Halves(), *cbs])
+
+
+def test_an_epoch_with_other_batches_is_refused_in_one_line(tmp_path):
+    assert in_child(train, 'halves', tmp_path, every(), Kill('after_backward', 36)) == -signal.SIGKILL
+    def why():
+        try: train('halves', tmp_path, every(resume=True))
+        except UserError as e: return str(e)
+    said = in_child(why)
+    assert '10 batches' in said and '20' in said and '\n' not in said
 
 
 def test_killed_while_gradients_are_collected(whole, tmp_path):

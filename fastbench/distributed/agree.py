@@ -14,6 +14,7 @@ from fastai.learner import Recorder
 from fastcore.basics import patch
 
 from ..callback.override import override
+from ..errors import UserError
 from ..machine.group import OtherFailed, broadcast, max_over_ranks, world_size
 from ..measure.lifecycle import DuringFit
 from ..measure.profiler import noted
@@ -58,6 +59,10 @@ def note_signals(
 class DecideTogether(DuringFit):
     "End a batch, an epoch or a fit in all processes together"
     order,alone = Recorder.order+.5,False  # alone: predictions that each process makes for itself
+    _stepped = False  # does the optimizer step in this batch?
+    def before_step(self): self._stepped = True
+    def after_cancel_step(self): self._stepped = False
+    def after_cancel_batch(self): self._stepped = False
     def switch_on(self):
         if world_size() < 2: return
         self._noted = None
@@ -68,7 +73,7 @@ class DecideTogether(DuringFit):
 
     def _batch(self, one_batch, i, b):
         if self.alone: return one_batch(i, b)
-        why = None
+        why,self._stepped = None,False
         try: one_batch(i, b)
         except (CancelEpochException, CancelFitException, CancelTrainException, CancelValidException) as e: why = e
         except Exception as e:
@@ -85,7 +90,12 @@ def _agree(self:DecideTogether, why):
         own,why = 4,KeyboardInterrupt(f'{self._noted.name}: stopped after the step')
     every = getattr(self.learn, 'checkpoint_every', None)
     with noted(self.learn, STEP_SYNC, LAST['after_cancel_batch']): # after which nothing begins
-        most,wish = map(int, max_over_ranks([own, every.wish() if every else 0]))
+        said = max_over_ranks([own, every.wish() if every else 0, self._stepped, not self._stepped])
+    most,wish,some,none = map(int, said)
+    if some and none and not most: raise UserError(
+        f'the optimizer stepped in some processes only (batch {self.learn.iter}), so their weights are no longer '
+        'the same: a callback cancelled the step in others. Let it decide by what is the same in all, such as '
+        'fastbench.machine.group.any_rank(flag)')
     if wish and not most: every.grant(wish)
     if not most: return
     if own != most: why = _ending(most, self.learn.training)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..callback.override import override
 from ..compat import is_view
-from .strategy import Strategy, register_strategy
+from .strategy import Strategy, check_options, register_strategy
 from ..errors import UserError
 from ..machine.group import heed_srun, world_size
 from ..measure.clock import train_device
@@ -40,12 +40,16 @@ class DDP(Strategy):
         heed_srun()
         if world_size() > 1 and (gpu := train_device(learn)).type == 'cuda':
             os.environ['LOCAL_RANK'] = str(gpu.index) # the GPU that Accelerate takes
+        check_options('ddp', Accelerator, self.kwargs)
         self.accelerator = Accelerator(**_with_views(self.kwargs))
 
     def wrap(self, model):
         if self.sync_bn and next(model.parameters()).device.type == 'cuda':
-            self._replaced = _norms(model)
-            for n,m in self._replaced.items(): model.set_submodule(n, nn.SyncBatchNorm.convert_sync_batchnorm(m))
+            new = _norms(model)
+            self._replaced = self._replaced | new
+            for n,m in new.items(): model.set_submodule(n, nn.SyncBatchNorm.convert_sync_batchnorm(m))
+        self._params,self._checked = list(model.parameters()),False
+        self._trained = [p.requires_grad for p in _own_grads(self._params)]
         try: return self.accelerator.prepare(model)
         except BaseException:
             self.unwrap(model)
@@ -60,6 +64,27 @@ class DDP(Strategy):
             raise UserError(f'{world_size()} processes are there, but Accelerate trains each by itself: '
                             'on CPUs pass cpu=True, on GPUs leave ACCELERATE_USE_CPU unset')
 
+# %% ../../nbs/distributed/03_ddp.ipynb #outdate3
+@patch
+def outdated(self:DDP, model # What `wrap` gave
+    )->bool:
+    "Return whether weights were frozen or unfrozen since"
+    wrapped = isinstance(model, DistributedDataParallel)
+    return wrapped and self._trained != [p.requires_grad for p in self._params]
+
+@patch
+def after_backward(self:DDP, model # That is trained
+    ):
+    "Name weights that have no gradient, which DDP would wait for in the next step"
+    if self._checked or not isinstance(model, DistributedDataParallel): return
+    self._checked = True
+    if model.find_unused_parameters or model.static_graph: return
+    idle = [n for n,p in model.module.named_parameters() if p.requires_grad and p.grad is None]
+    if idle: raise UserError(
+        f'{", ".join(idle[:4])}{", ..." * (len(idle) > 4)}: no gradient in this step, and DDP waits for it. Freeze '
+        "what is not used (requires_grad_(False)), take strategy='fsdp', or pass kwargs_handlers="
+        '[DistributedDataParallelKwargs(find_unused_parameters=True)]')
+
 # %% ../../nbs/distributed/03_ddp.ipynb #6d1f0b20
 def _with_views(kwargs):
     "Let gradients be views of the buckets, unless the user sets options of DDP"
@@ -72,6 +97,7 @@ def _own_grads(params):
     "Make gradients that are views tensors of their own, in the same memory"
     for p in params:
         if p.grad is not None and is_view(p.grad): p.grad = p.grad.detach()
+    return params
 
 @patch
 def during(self:DDP, learn # A Learner in a fit, with the model that is trained

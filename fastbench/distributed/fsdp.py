@@ -149,10 +149,16 @@ class _KeptOptimizer:
         opt = self.learn.opt
         self.state = opt and whole(opt.state_dict())
         self.frozen = opt and opt.frozen_idx
+        held = {id(p) for p in _params(opt)} if opt else ()
+        self.held = [id(p) in held for p in self.learn.model.parameters()]
         self.learn.opt = None
     def __exit__(self, kind, e, tb):
         if e is not None or self.state is None: return
+        params = list(self.learn.model.parameters())
+        trained = [p.requires_grad for p in params]
+        for p,held in zip(params, self.held): p.requires_grad_(held) # what fastai's splitter looks for
         self.learn.create_opt()
+        for p,o in zip(params, trained): p.requires_grad_(o)
         load_state(self.learn.opt, self.state)
         self.learn.opt.frozen_idx = self.frozen
 

@@ -19,7 +19,7 @@ from .agree import DecideTogether
 from .strategy import WeightsMove
 from .weigh import WeighShares
 from ..errors import UserError
-from ..machine.group import heed_srun, own_gpu, rank, world_size
+from ..machine.group import all_or_none, heed_srun, own_gpu, rank, world_size
 from ..measure.clock import train_device
 from ..train.learner import Switches
 from ..train.state import opt_state, set_opt_state
@@ -117,6 +117,20 @@ def save(self:Switches, file, # Its name, in `path/model_dir`
     "Save the model and the optimizer's state, whole; all processes call it and the first writes"
     s = _writes(self)
     return s.save(self, file, **kwargs) if s else super(Switches, self).save(file, **kwargs)
+
+@patch
+def export(self:Switches, fname='export.pkl', # Its name, in `path`
+           **kwargs): # pickle_module, pickle_protocol
+    "Export the Learner for inference, without the processes; all call it and the first writes"
+    trainer = _trainer(self)
+    if trainer is None: return super(Switches, self).export(fname, **kwargs)
+    if _files(self):
+        raise UserError(f'with {trainer.strategy.name} each process holds a part of the weights: export the Learner '
+                        'after the block, or after detach_distributed()')
+    ours = [o for o in self.cbs if isinstance(o, (type(trainer), WeighShares, DecideTogether, WeightsMove))]
+    self.remove_cbs(ours)
+    try: all_or_none(lambda: super(Switches, self).export(fname, **kwargs))
+    finally: self.add_cbs(ours)
 
 @patch
 def load(self:Switches, file, # Its name, in `path/model_dir`

@@ -21,7 +21,7 @@ from ..machine.group import OtherFailed, all_or_none, max_over_ranks, rank, worl
 from ..machine.shards import mesh_of
 from ..measure.lifecycle import forget, when_cut
 from .checkpoint import CheckpointError, checkpoints, claim, read_header
-from .replay import Replay, check_same, made_of
+from .replay import Replay, check_same, lived_on, made_of, n_batches
 from .state import (device_of, fit_state, layer_numbers, loader_state, loaders_of, own_model, rng_state,
                                    set_fit_state, tied_weights, to_plain)
 from .together import is_elsewhere, read_together, save_together
@@ -153,6 +153,9 @@ def _go_on(self:CheckpointEvery, header, path):
     self._saved = header['epoch'],header['stage'],header['steps']
     self.resumed = [*self.resumed, header['train_iter']]
     self._say(f"going on from {path}: epoch {header['epoch']}, after {header['steps']} of its steps")
+    if lived_on(self.learn, header):
+        self._say('the workers of a loader with persistent_workers begin anew: what they draw at random is other than '
+                  'it would have been; the order of the items is the same')
     self.moved = is_elsewhere(header) or header.get('moved', False)
     if not is_elsewhere(header): return
     n = header.get('world_size', 1)
@@ -237,6 +240,7 @@ def _end_here(self:CheckpointEvery):
 def _header(self:CheckpointEvery, **place):
     learn = self.learn
     return dict(fit=self._fit, **place, train_iter=learn.train_iter, n_iter=getattr(learn, 'n_iter', 0),
+                batches=n_batches(learn),
                 seconds=self.seconds + time.perf_counter() - self._began, resumed=self.resumed,
                 written=datetime.now(timezone.utc).isoformat(timespec='seconds'),
                 fastbench=fastbench.__version__, torch=str(torch.__version__),

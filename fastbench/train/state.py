@@ -12,9 +12,11 @@ __all__ = ['NotPlain', 'to_plain', 'from_plain', 'rng_state', 'set_rng_state', '
 import random
 from collections.abc import Mapping
 from inspect import signature
+from pathlib import Path
 
 import numpy as np
 import torch
+from fastai.callback.progress import CSVLogger
 from fastai.learner import Metric
 from fastai.optimizer import OptimWrapper
 from fastai.torch_core import get_model, to_device
@@ -194,8 +196,10 @@ def opt_state(opt, # The Learner's optimizer
               grads:bool=False, # Are gradients being collected, which the next step needs?
     )->dict:
     "Moments, hyper-parameters, and which parameters have a gradient"
-    found = [p.grad for p,*_ in opt.all_params()]
+    params = [p for p,*_ in opt.all_params()]
+    found = [p.grad for p in params]
     return dict(opt=to_plain(opt.state_dict()), has_grad=[o is not None for o in found],
+                trained=[p.requires_grad for p in params], frozen=getattr(opt, 'frozen_idx', 0),
                 grads=[None if o is None else o.detach() for o in found] if grads else [])
 
 @torch.no_grad()
@@ -208,6 +212,8 @@ def set_opt_state(opt, # The same kind of optimizer, of the same parameters
     if not isinstance(opt, OptimWrapper) and len(sd.get('state', ())) == len(params):
         sd['state'] = [to_device(s, p.device) for s,p in zip(sd['state'], params)]
     opt.load_state_dict(sd)
+    for p,v in zip(params, state.get('trained', ())): p.requires_grad_(v)
+    if 'frozen' in state: opt.frozen_idx = state['frozen']
     for p,has in zip(params, state['has_grad']): p.grad = torch.zeros_like(p) if has else None
     for p,g in zip(params, state['grads']): p.grad = g if g is None else torch.empty_like(p).copy_(g)
 
@@ -249,6 +255,13 @@ def _back(state, device):
     return {k: _on(from_plain(v), device if k in away else 'cpu') for k,v in state.items() if k != 'on_device'}
 
 # %% ../../nbs/train/11_state.ipynb #31f3a319
+def _log_of(cb):
+    "The file into which fastai's logger writes, if it does"
+    file = vars(cb).get('file') if isinstance(cb, CSVLogger) else None
+    if file is None or file.closed: return None
+    file.flush()
+    return file
+
 def callback_state(cb # A callback
     )->dict:
     "The state of a callback"
@@ -256,7 +269,8 @@ def callback_state(cb # A callback
     values = {k: v for k,v in vars(cb).items() if k[0] != '_' and k not in _clocks}
     metrics = {k: metric_state(v) for k,v in values.items() if isinstance(v, Metric)}
     plain = _plain_of(values, {*signature(type(cb).__init__).parameters, *metrics, 'learn'})
-    return {k: v for k,v in dict(plain=plain, metrics=metrics).items() if v}
+    log = _log_of(cb)
+    return {k: v for k,v in dict(plain=plain, metrics=metrics, log=log and Path(log.name).read_text()).items() if v}
 
 def set_callback_state(cb, # The same callback
                        state:dict, # Of `callback_state`
@@ -266,6 +280,11 @@ def set_callback_state(cb, # The same callback
     if 'own' in state: cb.load_state_dict(from_plain(state['own']))
     for k,v in _back(state.get('plain', {}), device).items(): object.__setattr__(cb, k, v)
     for k,v in state.get('metrics', {}).items(): set_metric_state(getattr(cb, k), v, device)
+    if 'log' in state and (log := _log_of(cb)):
+        log.truncate(0)
+        log.seek(0)
+        log.write(state['log'])
+
 
 # %% ../../nbs/train/11_state.ipynb #4298529b
 _own = 'epoch', 'train_iter', 'pct_train', 'iter', 'smooth_loss', 'loss', 'final_record'

@@ -1,0 +1,247 @@
+"What each of two processes does in test_dealt.py: train as people do with fastai's and PyTorch's loaders, and the same in one process with batches of both"
+import json, os, sys, warnings
+from pathlib import Path
+
+import torch
+import fastai.callback.schedule  # adds lr_find
+from fastai.callback.core import Callback, CancelStepException
+from fastai.callback.progress import CSVLogger
+from fastai.callback.training import GradientAccumulation
+from fastai.data.core import DataLoaders, Datasets, TfmdDL
+from fastai.data.load import DataLoader
+from fastai.learner import load_learner
+from fastai.losses import CrossEntropyLossFlat
+from torch import nn
+from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader as TorchDL
+
+import fastbench.distributed.learner  # adds distributed
+from fastbench.machine import group
+from fastbench.train.learner import BenchLearner
+from processes import NAMES, apart, forked
+
+G = torch.Generator().manual_seed(3)
+N, BS = 64, 8
+X, Y = torch.randn(N, 4, generator=G), torch.randint(0, 3, (N,), generator=G)
+SKEWED = torch.linspace(.05, .95, N)[:, None] > torch.rand(N, 5, generator=G)  # early items have fewer targets
+POINTS = torch.where(SKEWED, torch.randint(0, 3, (N, 5), generator=G), 255)
+WEIGHT = torch.tensor([1., 9., .1])
+
+
+def alone(): return not group.is_joined()
+def interleaved(n): return [o for i in range(0, n//2, BS) for o in (*range(i, min(i+BS, n//2)), *range(n//2+i, min(n//2+i+BS, n)))]
+def both(*ts, n=N, used=N): return TensorDataset(*(t[[*interleaved(used), *range(used, n)]] if alone() else t[:n] for t in ts))  # each process takes a stretch of the order
+def bs(): return BS*2 if alone() else BS
+
+
+def fastai_dls(y=Y, n=N, used=N, drop_last=False): return DataLoaders(*[TfmdDL(both(X, y, n=n, used=min(n, used)), bs=bs(), do_setup=False, num_workers=0, drop_last=drop_last) for _ in range(2)], device='cpu')
+
+
+def tripled(items):
+    xs, ys = zip(*items)
+    return torch.stack(xs)*3, torch.stack(ys)
+
+
+class Halves(torch.utils.data.Sampler):
+    "Eight items again and again"
+    def __init__(self): pass
+    def __len__(self): return 32
+    def __iter__(self): return iter([i % 8 for i in range(32)])
+
+
+class Points(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 15)
+    def forward(self, x): return self.layer(x).view(-1, 3, 5)
+
+
+def torch_dls(**kwargs):
+    def made(): return TorchDL(both(X, Y) if 'sampler' not in kwargs else TensorDataset(X, Y), batch_size=bs(), **kwargs)
+    return DataLoaders(made(), made(), device='cpu')
+
+
+def two_layers(): return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+class Thaws(Callback):
+    "Gradual unfreezing"
+    def before_epoch(self): self.learn.unfreeze() if self.epoch else self.learn.freeze()
+
+
+class Freezes(Callback):
+    "The first layer is trained in the first epoch only"
+    def before_epoch(self): own_layers(self.learn.model)[0].requires_grad_(not self.epoch)
+
+
+def own_layers(model): return getattr(model, 'module', model)
+
+
+def ignoring(): return dict(dls=fastai_dls(POINTS), model=Points())
+CASES = dict(class_weights=lambda: dict(loss_func=CrossEntropyLossFlat(weight=WEIGHT)), torch_weights=lambda: dict(loss_func=nn.CrossEntropyLoss(weight=WEIGHT)),
+             nll=lambda: dict(loss_func=nn.NLLLoss(weight=WEIGHT), model=nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1))),
+             ignored=lambda: dict(ignoring(), loss_func=CrossEntropyLossFlat(axis=1, ignore_index=255)), weights_and_ignored=lambda: dict(ignoring(), loss_func=nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=255)),
+             probabilities=lambda: dict(dls=fastai_dls(torch.eye(3)[Y]*.8 + .1), loss_func=nn.CrossEntropyLoss(weight=WEIGHT)),
+             own_count=lambda: dict(loss_func=nn.CrossEntropyLoss(weight=WEIGHT.flip(0)), n_targets=lambda yb: WEIGHT.flip(0)[yb[0]].sum()),
+             drop_last=lambda: dict(dls=fastai_dls(n=58, used=48, drop_last=True)), thawed=lambda: dict(model=two_layers(), cbs=[Thaws()], splitter=lambda m: [list(m[0].parameters()), list(m[2].parameters())]), frozen=lambda: dict(model=two_layers(), cbs=[Freezes(), GradientAccumulation(32)]),
+             collate=lambda: dict(dls=torch_dls(collate_fn=tripled)), sampler=lambda: dict(dls=torch_dls(sampler=Halves())), torch_loader=lambda: dict(dls=torch_dls()))
+
+
+def learner(dls=None, model=None, loss_func=None, n_targets=None, cbs=(), **kwargs):
+    torch.manual_seed(0)
+    if model: model.apply(lambda m: getattr(m, 'reset_parameters', lambda: None)())
+    learn = BenchLearner(dls or fastai_dls(), model or nn.Linear(4, 3), loss_func=loss_func or nn.CrossEntropyLoss(), cbs=cbs, **kwargs)
+    if n_targets: learn.n_targets = n_targets
+    return learn
+
+
+def fit(learn, n=2):
+    with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(n, .05)
+    return learn
+
+
+def seen(learn): return dict(losses=[float(o) for o in learn.recorder.losses], lrs=[float(o) for o in learn.recorder.lrs], pct=float(learn.pct_train))
+
+
+def found(learn):
+    with learn.no_bar(): learn.lr_find(num_it=20, show_plot=False, stop_div=False)
+    return seen(learn)
+
+
+class Endless(IterableDataset):
+    def __iter__(self): return iter([(X[0], Y[0])]*40)
+
+
+class Own(TorchDL):
+    def __iter__(self): return iter([(X[:8], Y[:8])])
+
+
+class OwnBatches(torch.utils.data.Sampler):
+    "Batches of items of one class"
+    def __init__(self): pass
+    def __len__(self): return 3
+    def __iter__(self): return iter([(Y == i).nonzero()[:8, 0].tolist() for i in range(3)])
+
+
+REFUSED = dict(too_few=lambda: fastai_dls(n=10, drop_last=True), stream=lambda: DataLoaders(TorchDL(Endless(), batch_size=8), fastai_dls().valid, device='cpu'),
+               fastai_stream=lambda: DataLoaders(DataLoader(Endless(), bs=8), fastai_dls().valid, device='cpu'),
+               dealt=lambda: torch_dls(sampler=DistributedSampler(range(N), 2, group.rank())), by_batches=lambda: DataLoaders(*[TorchDL(TensorDataset(X, Y), batch_sampler=OwnBatches()) for _ in range(2)], device='cpu'),
+               own=lambda: DataLoaders(Own(TensorDataset(X, Y), batch_size=8), fastai_dls().valid, device='cpu'), strange=lambda: DataLoaders(iter([(X[:8], Y[:8])]), fastai_dls().valid))
+
+
+def refusal(make, strategy):
+    learn = learner(make())
+    with learn.distributed(strategy, cpu=True, tell=lambda o: None):
+        try: fit(learn, 1)
+        except Exception as e: return f'{type(e).__name__}: {e}'
+
+
+class Opens(torch.utils.data.Dataset):
+    "Items that a worker can only read after `opened`"
+    def __len__(self): return 16
+    def __getitem__(self, i): return X[i], Y[i] + self.shift
+
+
+def opened(i): torch.utils.data.get_worker_info().dataset.shift = 0
+
+
+def with_workers():
+    "A generator of one's own draws the order, and workers are prepared"
+    dl = TorchDL(Opens(), batch_size=4, num_workers=1, worker_init_fn=opened, shuffle=True, generator=torch.Generator().manual_seed(4))
+    learn = learner(DataLoaders(dl, fastai_dls().valid, device='cpu'))
+    with learn.distributed('ddp', cpu=True, tell=lambda o: None): fit(learn, 1)
+    return float(learn.recorder.losses[-1]), torch.equal(dl.generator.get_state(), torch.Generator().manual_seed(4).get_state())
+
+
+def history(folder, strategy):
+    "What fastai's logger has written, into one file in one process"
+    learn = learner()
+    learn.path = Path(folder)/strategy
+    learn.path.mkdir(exist_ok=True)
+    with learn.distributed(strategy, cpu=True, tell=lambda o: None):
+        for _ in range(2):
+            with learn.no_bar(), learn.no_logging(): learn.fit(2, .05, cbs=CSVLogger(append=True))
+    return [o.split(',')[0] for o in (learn.path/'history.csv').read_text().splitlines()]
+
+
+class Alone(Callback):
+    "Cancels a step in the last process only"
+    def before_step(self):
+        if group.rank() and self.iter == 1: raise CancelStepException
+
+
+def said(f):
+    try: f()
+    except Exception as e: return f'{type(e).__name__}: {e}'
+
+
+def alone_in_a_step(strategy):
+    def f():
+        with (learn := learner(cbs=[Alone()])).distributed(strategy, cpu=True, tell=lambda o: None): fit(learn)
+    return said(f)
+
+
+class Spare(nn.Linear):
+    "Has weights that are not used"
+    def __init__(self):
+        super().__init__(4, 3)
+        self.spare = nn.Linear(2, 2)
+
+
+def unused(strategy):
+    def f():
+        with (learn := learner(model=Spare())).distributed(strategy, cpu=True, tell=lambda o: None): fit(learn)
+    return said(f)
+
+
+def wrong_option(strategy):
+    def f():
+        with learner().distributed(strategy, cpus=True): pass
+    return said(f)
+
+
+def of_x(i): return X[i]
+def of_y(i): return Y[i]
+
+
+def exported(folder, strategy):
+    "Exported in the block by all processes; what it predicts, and whether the training goes on"
+    ds = Datasets(list(range(32)), [[of_x], [of_y]], splits=[list(range(16)), list(range(16, 32))])
+    learn = learner(ds.dataloaders(bs=8, device='cpu', num_workers=0), nn.Sequential(nn.Linear(4, 3)))
+    learn.path = Path(folder)
+    with learn.distributed(strategy, cpu=True, tell=lambda o: None):
+        fit(learn, 1)
+        why = said(lambda: learn.export(f'{strategy}.pkl'))
+        fit(learn, 1)
+    if why: return why
+    again = load_learner(learn.path/f'{strategy}.pkl')
+    return [type(o).__name__ for o in again.cbs], tuple(again.model[0].weight.shape), learn.engine['world_size']
+
+
+def main(folder):
+    told = {k: os.environ.pop(k) for k in NAMES}  # for what one process does
+    ones = {k: fit(learner(**f())) for k, f in CASES.items()}
+    one = found(learner())
+    os.environ.update(told)
+    group.join(timeout=60)
+    res = {}
+    for strategy in ('ddp', 'fsdp'):
+        res[strategy] = own = dict(equal={}, refused={k: refusal(f, strategy) for k, f in REFUSED.items()})
+        for k, f in CASES.items():
+            learn = learner(**f())
+            with learn.distributed(strategy, cpu=True, tell=lambda o: None): fit(learn)
+            own['equal'][k] = dict(apart=apart(ones[k].model, learn.model), want=seen(ones[k]), got=seen(learn))
+        own['history'] = history(folder, strategy)
+        group.barrier()
+        own |= dict(alone=alone_in_a_step(strategy), option=wrong_option(strategy), unused=unused(strategy), exported=exported(folder, strategy))
+        learn = learner()
+        with learn.distributed(strategy, cpu=True, tell=lambda o: None): own['lr_find'] = dict(want=one, got=found(learn))
+    res['workers'] = with_workers()
+    Path(folder, f'{group.rank()}.json').write_text(json.dumps(res))
+    group.leave()
+
+
+if __name__ == '__main__':
+    warnings.filterwarnings('ignore')
+    torch.set_num_threads(1)
+    sys.exit(not forked(Path(sys.argv[1])/'two', 2, False, sys.argv[2], main))

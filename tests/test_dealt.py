@@ -1,0 +1,86 @@
+"Two processes (gloo, CPU) with the loaders and losses that people bring: equal to one process with the batches of both, or refused in one line"
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip('accelerate')
+import dealt_ranks
+import processes
+from started import outcome
+
+STRATEGIES = 'ddp', 'fsdp'
+
+
+@pytest.fixture(scope='module')
+def two(tmp_path_factory):
+    folder, here = tmp_path_factory.mktemp('dealt'), Path(__file__).parent
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    env = {k: v for k, v in os.environ.items() if k not in processes.NAMES} | dict(OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(here), str(here.parent)]))
+    code, said = outcome(here/'dealt_ranks.py', folder, port, env=env)
+    assert not code, said[-6000:]
+    return [json.loads((folder/'two'/f'{i}.json').read_text()) for i in range(2)]
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+@pytest.mark.parametrize('name', dealt_ranks.CASES)
+def test_two_processes_train_as_one_with_the_batches_of_both(two, strategy, name):
+    "Class weights, targets that are ignored, drop_last, and what a loader of PyTorch was given"
+    for r in two:
+        o = r[strategy]['equal'][name]
+        assert o['apart'] < 1e-6
+        for k in ('losses', 'lrs', 'pct'): assert o['got'][k] == pytest.approx(o['want'][k], abs=1e-5), k
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_the_first_process_writes_the_history(two, strategy):
+    for r in two: assert r[strategy]['history'] == ['epoch', '0', '1']*2
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_lr_find_goes_through_all_learning_rates(two, strategy):
+    for r in two:
+        o = r[strategy]['lr_find']
+        assert o['got']['lrs'] == pytest.approx(o['want']['lrs']) and len(o['got']['lrs']) == 20
+        assert o['got']['losses'] == pytest.approx(o['want']['losses'], rel=1e-4)
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+@pytest.mark.parametrize('name,why', [('too_few', '10 items are less than one batch of all processes, 2 x 8'), ('stream', 'a stream'), ('fastai_stream', 'a stream'), ('dealt', 'DistributedSampler'),
+                                      ('by_batches', 'OwnBatches'), ('own', '__iter__ of its own'), ('strange', 'list_iterator')])
+def test_loaders_that_cannot_be_dealt_are_refused_in_one_line(two, strategy, name, why):
+    for r in two:
+        said = r[strategy]['refused'][name]
+        assert said and said.startswith('UserError') and why in said.splitlines()[-1] and len(said.splitlines()) < 3, said  # fastai's line is before it
+
+
+def test_workers_are_prepared_and_the_order_is_that_of_the_generator(two):
+    for loss, untouched in (r['workers'] for r in two): assert loss == loss and not untouched
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_a_step_that_some_processes_skip_is_an_error_in_all(two, strategy):
+    for r in two: assert r[strategy]['alone'].startswith('UserError: the optimizer stepped in some processes only')
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_an_unknown_option_of_a_strategy_is_named(two, strategy):
+    for r in two: assert r[strategy]['option'].startswith(f"UserError: unknown option of strategy '{strategy}' 'cpus'; did you mean 'cpu'?")
+
+
+def test_a_learner_is_exported_without_the_processes(two):
+    for r in two:
+        names, shape, n = r['ddp']['exported']
+        assert shape == [3, 4] and n == 2 and not {'RankTrainer', 'WeighShares', 'DecideTogether'} & set(names)
+        assert r['fsdp']['exported'].startswith('UserError: with fsdp each process holds a part')
+
+
+def test_weights_that_nothing_uses_are_named(two):
+    for r in two:
+        line = r['ddp']['unused'].splitlines()[-1]
+        assert r['ddp']['unused'].startswith('UserError') and 'spare.weight, spare.bias' in line and "strategy='fsdp'" in line
+        assert r['fsdp']['unused'] is None
