@@ -71,8 +71,8 @@ def _steps(learn, dl, each, rounds=2):
             if (p := f()): res[k] = res[k] + p if k in res else p
     return {k: res[k] for k in _adds if k in res}
 
-_adds = dict(compute='computing', transfer='copies to the device', batch='transforms of whole batches', items='making batches',
-             disk='the disk')
+_adds = dict(compute='computing', transfer='copies to the device', batch='transforms of whole batches',
+             items='making batches', disk='the disk')
 
 # %% ../../nbs/draw/45_diagnose.ipynb #4344f77a
 def fits_in_memory(paths, # Of files
