@@ -632,3 +632,26 @@ def test_a_recipe_with_threads(folder):
     for bad, why in ((dict(loader='threads', augment='batch'), "loader='threads' has no effect in this recipe: it goes with augment='auto'"), (dict(decoder='pillow'), "goes with loader='threads'")):
         with pytest.raises(UserError, match=why): get_recipe('digits-xresnet18', **bad).check()
     with pytest.raises(UserError, match='ArrayDL, which makes its batches'): get_recipe('digits-xresnet18', loader='threads').make_dls(64, 'cpu')
+
+
+@pytest.mark.parametrize('size,tfm', [((1, 1), Resize((24, 40))), ((1, 90), Resize((24, 40))), ((90, 1), Resize((40, 31))), ((2, 40), RandomResizedCrop(32))])
+@pytest.mark.parametrize('decoder', ['pillow', 'pillow-scaled'])
+def test_a_crop_of_no_pixels_is_fastais(tmp_path, size, tfm, decoder):
+    "In pictures of a pixel or two fastai's rounding leaves none, and Pillow makes black of it"
+    rng = np.random.default_rng(0)
+    for i in range(8):
+        for fmt in 'png', 'jpg': Image.fromarray(rng.integers(0, 255, (*size[::-1], 3), dtype='uint8')).save(tmp_path/f'{i}.{fmt}')
+    files = sorted(tmp_path.glob('*.*'))
+    dls = ImageDataLoaders.from_lists(tmp_path, files*2, [0]*32, valid_pct=.5, seed=1, item_tfms=tfm, bs=4, num_workers=0, device='cpu')
+    fast = fast_images(dls, threads=1, decoder=decoder)
+    for a, b in zip(dls.valid, fast.valid): assert (a[0]-b[0]).abs().max() <= 3/255
+    for _ in range(5): assert len(list(fast.train)) == 4
+
+
+@pytest.mark.parametrize('make', [lambda f: Resize(32, before_call=f), lambda f: RandomResizedCrop(32, before_call=f)])
+def test_a_before_call_of_ones_own_is_named(folder, make):
+    def mine(b, split_idx=None): tfm.pcts, tfm.cp_size, tfm.tl, tfm.orig_sz, tfm.final_size = (0, 0), (9, 9), (0, 0), b[0].size, (32, 32)
+    tfm = make(mine)
+    dls = ImageDataLoaders.from_folder(folder, valid_pct=.2, seed=1, item_tfms=tfm, bs=2, num_workers=0, device='cpu')
+    with pytest.raises(UserError, match='before_call of its own') as e: fast_images(dls)
+    assert '\n' not in str(e.value)
