@@ -157,8 +157,8 @@ _GENERATORS = random.Random, np.random.RandomState, np.random.Generator, torch.G
 def generator(self:Describer, o): # o: a generator of random numbers
     "Fail, unless it is one of the process, of which is found out whether it is used"
     if o in (random._inst, np.random.mtrand._rand, torch.default_generator): return ['generator', type(o).__name__]
-    self.refuse(f'it holds a {type(o).__name__}, which draws at random. Derive it from RandTransform, and give it as an item '
-                'transform: it is then done anew for each item')
+    self.refuse(f'it holds a {type(o).__name__}, which draws at random. Derive it from RandTransform, and give it as '
+                'an item transform: it is then done anew for each item')
 
 @patch
 def thing(self:Describer, o): # o: an object
@@ -247,8 +247,9 @@ def fingerprint_items(items, # What a data set begins with
 # %% ../../nbs/draw/21_describe.ipynb #f9f48b04
 def _table(df, tell):
     "Names and cells of a table, and the labels of its rows"
-    def cells(o): return tell(o.to_numpy() if o.dtype.kind in 'biufM' and not hasattr(o.dtype, 'na_value') else objects(o))
-    def objects(o): return o.astype(object).where(o.notna(), None).to_numpy()
+    def cells(o):
+        plain = isinstance(o.dtype, np.dtype) and o.dtype != object
+        return tell((o if plain else o.astype(object).where(o.notna(), None)).to_numpy())
     columns = [df.iloc[:,j] for j in range(df.shape[1])]
     return [tell(list(df.columns)), tell(df.index.to_numpy()), [[str(o.dtype), cells(o)] for o in columns]]
 
