@@ -2553,6 +2553,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastbench.draw.swap._affine': ('draw/swap.html#_affine', 'fastbench/draw/swap.py'),
                                      'fastbench.draw.swap._colour': ('draw/swap.html#_colour', 'fastbench/draw/swap.py'),
                                      'fastbench.draw.swap._erase': ('draw/swap.html#_erase', 'fastbench/draw/swap.py'),
+                                     'fastbench.draw.swap._is_fastais': ('draw/swap.html#_is_fastais', 'fastbench/draw/swap.py'),
                                      'fastbench.draw.swap._name': ('draw/swap.html#_name', 'fastbench/draw/swap.py'),
                                      'fastbench.draw.swap._settings': ('draw/swap.html#_settings', 'fastbench/draw/swap.py'),
                                      'fastbench.draw.swap._swapped': ('draw/swap.html#_swapped', 'fastbench/draw/swap.py'),
