@@ -2495,6 +2495,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastbench.draw.seeded.SeededDL.new': ('draw/seeded.html#seededdl.new', 'fastbench/draw/seeded.py'),
                                        'fastbench.draw.seeded.SeededDL.randomize': ( 'draw/seeded.html#seededdl.randomize',
                                                                                      'fastbench/draw/seeded.py'),
+                                       'fastbench.draw.seeded._row_name': ('draw/seeded.html#_row_name', 'fastbench/draw/seeded.py'),
                                        'fastbench.draw.seeded.item_name': ('draw/seeded.html#item_name', 'fastbench/draw/seeded.py'),
                                        'fastbench.draw.seeded.item_seed': ('draw/seeded.html#item_seed', 'fastbench/draw/seeded.py')},
             'fastbench.draw.store': { 'fastbench.draw.store.Encoded': ('draw/store.html#encoded', 'fastbench/draw/store.py'),

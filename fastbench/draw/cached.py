@@ -27,7 +27,7 @@ from .fast import _check_plain, no_items
 from .items import CachedItems
 from .kept import FORMAT, caches_dir
 from .loader import PoolDL
-from .seeded import SeededDL
+from .seeded import SeededDL, item_name
 from .store import PARTS, Encoded, as_bytes, check_encoder, encoded
 from .whole import CachedDL, _check_whole, _in_place, batch_crop
 from .workers import WatchedDL, WatchedPoolDL, WatchedSeededDL
@@ -184,7 +184,8 @@ def _file_of(o):
     return o if isinstance(o, (str, os.PathLike)) and os.path.isfile(o) else None
 
 def _name_of(dataset, i):
-    file = _file_of(items[i]) if isinstance(items := _items_of(dataset), list) and items else None
+    items = getattr(dataset, 'items', [])
+    file = _file_of(item_name(dataset, i) if _is_table(items) or not len(items) else items[i])
     return os.fspath(file) if file else f'item {i}'
 
 def _title(dataset):
