@@ -272,4 +272,3 @@ def test_an_epoch_of_unknown_length_is_named():
     learn = learner(DataLoaders(*[DataLoader(Endless(), bs=8, num_workers=0)]*2))
     with pytest.raises(UserError, match='how many items') as e: learn.diagnose_input(1)
     assert '\n' not in str(e.value)
-    assert learn.find_batch_size(max=32) == 32
