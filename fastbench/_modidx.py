@@ -3855,6 +3855,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastbench.own.kind._rule_of': ('own/kind.html#_rule_of', 'fastbench/own/kind.py'),
                                     'fastbench.own.kind._source_of': ('own/kind.html#_source_of', 'fastbench/own/kind.py'),
                                     'fastbench.own.kind._string': ('own/kind.html#_string', 'fastbench/own/kind.py'),
+                                    'fastbench.own.kind._taken': ('own/kind.html#_taken', 'fastbench/own/kind.py'),
                                     'fastbench.own.kind.other_source': ('own/kind.html#other_source', 'fastbench/own/kind.py'),
                                     'fastbench.own.kind.own_recipe': ('own/kind.html#own_recipe', 'fastbench/own/kind.py'),
                                     'fastbench.own.kind.recipe_of': ('own/kind.html#recipe_of', 'fastbench/own/kind.py')},
