@@ -1032,3 +1032,17 @@ def test_item_transforms_that_come_too_late_are_refused(pets, tmp_path, kwargs):
 
 class Doubled(Transform):
     def encodes(self, x: TensorImage): return x*2
+
+
+@pytest.mark.parametrize('column', [False, True])
+@pytest.mark.parametrize('used', [False, True])
+def test_labels_from_a_table_can_be_told(column, used):
+    "As a function finds them in a table or a column of its module, whether pandas remembers what was asked or not"
+    import pandas as pd
+
+    def of(value, name='1.jpg'):
+        df = pd.DataFrame(dict(name=['0.jpg', name], label=['cat', value])).set_index('name')
+        table = df['label'] if column else df
+        if used: str(df['label'].iloc[0])
+        return fingerprint(describe(partial(sorted, table)))
+    assert of('dog') == of('dog') and len({of('dog'), of('cat'), of('dog', '2.jpg')}) == 3

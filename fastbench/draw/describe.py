@@ -114,6 +114,8 @@ def __call__(self:Describer, o):
     if isinstance(o, (dict, types.MappingProxyType)): return ['dict', [[self(k), self(v)] for k,v in o.items()]]
     if isinstance(o, (set, frozenset)): return ['set', sorted((self(v) for v in o), key=repr)]
     if isinstance(o, (np.ndarray, torch.Tensor)): return self.array(o)
+    if hasattr(o, 'iloc') and hasattr(o, 'index'):
+        return ['table', type(o).__name__, _table(o if _is_table(o) else o.to_frame(), self)]
     if isinstance(o, types.ModuleType): return ['module', o.__name__]
     if isinstance(o, functools.partial): return ['partial', self(o.func), self(o.args), self(o.keywords)]
     if isinstance(o, types.MethodType): return ['method', self(o.__self__), self(o.__func__)]
