@@ -206,8 +206,8 @@ def refuse(cls:Function, k, v): # k: a field that the kind does not have; v: its
                     f'{has}{show}')
 
 def _taken(self, k):
-    return UserError(f'{self.source.given} has a parameter {k!r}, and that is what a recipe calls its own {k}: it cannot be '
-                     'set. Call the parameter otherwise')
+    return UserError(f'{self.source.given} has a parameter {k!r}, and that is what a recipe calls its own {k}: it '
+                     'cannot be set. Call the parameter otherwise')
 
 @patch
 def __post_init__(self:Function):
