@@ -942,7 +942,7 @@ def test_a_row_whose_image_cannot_be_prepared_is_one_line(pets, tmp_path):
     df = pd.DataFrame(dict(name=[str(o.relative_to(pets)) for o in sorted_files(pets)], label='a'))
     (pets/df['name'][2]).write_bytes(b'')
     dls = ImageDataLoaders.from_df(df, pets, item_tfms=Resize(32), bs=4, num_workers=0, device='cpu', seed=1)
-    one_line(lambda: cached(dls, tmp_path/'c', workers=0), 'cannot prepare item')
+    one_line(lambda: cached(dls, tmp_path/'c', workers=0), f"cannot prepare {pets/df['name'][2]} for the cache")
 
 
 # Chance that nobody told of
