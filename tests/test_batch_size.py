@@ -267,3 +267,10 @@ def test_batches_without_tensors_are_named():
     dl = DataLoader(list('abcd'), bs=2, create_batch=''.join)
     with pytest.raises(UserError, match='find_batch_size: a batch is a str, which holds no tensor') as e: Learner(DataLoaders(dl, dl), Word(), loss_func=nn.MSELoss()).find_batch_size()
     assert '\n' not in str(e.value)
+
+
+def test_data_without_a_length():
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self): return iter([(torch.zeros(4), 0)]*80)
+    learn = Learner(DataLoaders(*[DataLoader(Endless(), bs=8, num_workers=0)]*2), nn.Linear(4, 2), loss_func=nn.CrossEntropyLoss())
+    assert learn.find_batch_size(max=32) == 32

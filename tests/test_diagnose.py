@@ -1,5 +1,6 @@
 "What a step waits for: the arithmetic, that the Learner is left as it was, and what is refused."
 import json
+import os
 import random
 from copy import deepcopy
 
@@ -14,6 +15,7 @@ from fastai.data.transforms import IntToFloatTensor, ToTensor
 from fastai.learner import Learner
 from fastai.vision.augment import Resize
 from fastai.vision.core import PILImage
+from fastai.vision.data import ImageDataLoaders
 from PIL import Image
 from torch import nn
 
@@ -234,3 +236,39 @@ def test_a_cache_is_named_as_it_was_tried(monkeypatch, tmp_path, whole):
 
 
 def lone_label(o): return int(o.stem) % 2
+
+
+# Rows of a table, and loaders without a length
+
+@pytest.fixture
+def table(tmp_path):
+    "120 images, their names and labels in a table"
+    import pandas as pd
+    rng = np.random.default_rng(0)
+    for i in range(120): Image.fromarray(rng.integers(0, 255, (12, 12, 3), dtype='uint8')).save(tmp_path/f'{i}.png')
+    df = pd.DataFrame(dict(name=[f'{i}.png' for i in range(120)], label=list('abc')*40))
+    dls = ImageDataLoaders.from_df(df, tmp_path, valid_pct=.1, seed=1, item_tfms=Resize(8), bs=2, num_workers=0, device='cpu')
+    return Learner(dls, nn.Sequential(nn.Flatten(), nn.Linear(3*8*8, 3)), loss_func=nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize('fast', [False, True])
+def test_a_cache_of_the_rows_of_a_table_is_tried(table, fast):
+    "With more rows than are tried of it"
+    if fast: table.fast_images(threads=1)
+    rows = table.diagnose_input(.5).remedies.rows
+    assert next(r for r in rows if r['name'].startswith('a cache'))['why'] is None
+    few = diagnose.some_items(table.dls.train, 5)
+    assert few.n == 5 and [o[1].item() for o in few.dataset] == [o[1].item() for o in list(table.dls.train.dataset)[:5]]
+
+
+def test_files_are_found_in_the_rows_of_a_table(table):
+    files = files_of(table.dls.train)
+    assert len(files) == table.dls.train.n and sorted(os.path.basename(o) for o in files) == sorted(table.dls.train.items['name'])
+
+
+def test_an_epoch_of_unknown_length_is_named():
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self): return iter([(torch.zeros(4), 0)]*80)
+    learn = learner(DataLoaders(*[DataLoader(Endless(), bs=8, num_workers=0)]*2))
+    with pytest.raises(UserError, match='how many items') as e: learn.diagnose_input(1)
+    assert '\n' not in str(e.value)

@@ -598,3 +598,28 @@ class Keep(Callback):
     def __init__(self, seen): self.seen = seen
     def before_batch(self):
         if self.training: self.seen.append(self.learn.xb)
+
+
+class Darkest(fa.Brightness):
+    def encodes(self, x:TensorImage): return x*0
+
+
+class Turned(fa.Rotate):
+    def encodes(self, x:TensorImage): return x.flip(-2)
+
+
+class Cleared(fa.RandomErasing):
+    def encodes(self, x:TensorImage): return x*0 + .5
+
+
+@pytest.mark.parametrize('own', [Darkest(p=1.), Turned(), Cleared(p=1.)])
+def test_a_class_derived_from_fastais_is_left_as_it_is(tmp_path, own):
+    "It may do anything: the settings of its base say nothing of that"
+    rng = np.random.default_rng(0)
+    for i in range(12):
+        (f := tmp_path/'ab'[i % 2]/f'{i}.png').parent.mkdir(exist_ok=True)
+        Image.fromarray(rng.integers(0, 255, (32, 32, 3), dtype='uint8')).save(f)
+    block = DataBlock((ImageBlock, CategoryBlock), get_items=get_image_files, get_y=parent_label, splitter=RandomSplitter(.25, seed=0), item_tfms=fa.Resize(32, method='squish'),
+                      batch_tfms=[own, Normalize.from_stats(*imagenet_stats, cuda=False)])
+    dls = block.dataloaders(tmp_path, bs=4, num_workers=0, device='cpu')
+    assert any(type(o) is type(own) for o in fast_augment(dls).train.after_batch.fs)

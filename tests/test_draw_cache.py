@@ -901,3 +901,148 @@ def test_folders_that_cannot_be_written(pets, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(type(tmp_path), 'is_dir', deny)
     with pytest.raises(UserError, match='x cannot be read: Permission denied') as e: kept_caches(tmp_path/'c')
+
+
+# Tables
+
+@pytest.mark.parametrize('how', ['split', 'label', 'file', 'column', 'content'])
+def test_rows_and_files_of_a_table_are_part_of_the_key(pets, tmp_path, how):
+    "Another split, label, file or content of a file never meets the old cache"
+    import pandas as pd
+    files = sorted_files(pets)
+    df = pd.DataFrame(dict(name=[str(o.relative_to(pets)) for o in files], label=[o.parent.name for o in files], other=['xyz'[i % 3] for i in range(len(files))]))
+
+    def loaders(df, seed=1, **kwargs):
+        dls = ImageDataLoaders.from_df(df, pets, item_tfms=Resize(32, method='squish'), bs=4, num_workers=0, device='cpu', seed=seed, **kwargs)
+        return dls, cached(dls, tmp_path/'c', workers=0)
+    loaders(df)
+    loaders(df.copy())
+    assert len(folders(tmp_path/'c')) == 2  # the same rows, the same caches
+    if how == 'label': df.loc[[0, 20, 30, 39], 'label'] = ['b', 'b', 'a', 'a']
+    if how == 'file': df['name'] = df['name'].to_numpy()[::-1]
+    if how == 'content': Image.new('RGB', (60, 60)).save(files[3])
+    dls, kept = loaders(df, **dict(split=dict(seed=2), column=dict(label_col='other')).get(how, {}))
+    for a, b in zip(dls.loaders, kept.loaders): equal(epochs(a, 1), epochs(b, 1))
+
+
+def test_cells_of_any_kind_can_be_told():
+    import pandas as pd
+    df = pd.DataFrame(dict(a=['x', None], b=[1, pd.NA], c=pd.Categorical(['u', 'v']), d=pd.to_datetime(['2020', None]), e=[1., float('nan')]))
+    key = fingerprint_items(df)
+    assert fingerprint_items(df.copy()) == key
+    for col, value in dict(a='y', b=2, c='v', d=pd.Timestamp('2021'), e=2.).items():
+        other = df.copy()
+        other.loc[0, col] = value
+        assert fingerprint_items(other) != key, col
+    assert len({key, fingerprint_items(df.rename(columns=dict(a='z'))), fingerprint_items(df[::-1]), fingerprint_items(df.set_index(pd.Index([5, 6])))}) == 4
+
+
+def test_a_row_whose_image_cannot_be_prepared_is_one_line(pets, tmp_path):
+    import pandas as pd
+    df = pd.DataFrame(dict(name=[str(o.relative_to(pets)) for o in sorted_files(pets)], label='a'))
+    (pets/df['name'][2]).write_bytes(b'')
+    dls = ImageDataLoaders.from_df(df, pets, item_tfms=Resize(32), bs=4, num_workers=0, device='cpu', seed=1)
+    one_line(lambda: cached(dls, tmp_path/'c', workers=0), f"cannot prepare {pets/df['name'][2]} for the cache")
+
+
+# Chance that nobody told of
+
+class Noisy(Transform):
+    order = 2
+
+    def __init__(self, draw): self.draw = draw
+    def encodes(self, x: PILImage): return PILImage.create((np.asarray(x).astype(int) + self.draw()).clip(0, 255).astype('uint8'))
+
+
+def by_python(): return random.randint(0, 60)
+def by_numpy(): return np.random.randint(0, 60)
+def by_torch(): return int(torch.randint(0, 60, ()))
+def rarely(): return random.randint(1, 60) if random.random() < .2 else 0
+
+
+def seeded_by_itself():
+    random.seed(5)
+    return random.randint(0, 60)
+
+
+@pytest.mark.parametrize('draw', [by_python, by_numpy, by_torch, rarely])
+@pytest.mark.parametrize('whole', [False, True])
+def test_a_transform_that_draws_without_saying_so_is_refused(pets, tmp_path, draw, whole):
+    "It would be drawn once for all epochs"
+    dls = make(pets, [Resize(32, method='squish'), Noisy(draw)])
+    one_line(lambda: cached(dls, tmp_path/'c', workers=0, whole=whole), 'Noisy draws at random.*RandTransform')
+
+
+def test_draws_that_change_nothing_are_left_alone(pets, tmp_path):
+    dls = make(pets, [Resize(32, method='squish'), Noisy(seeded_by_itself)])
+    equal(epochs(dls.train), epochs(cached(dls, tmp_path/'c', workers=0).train))
+
+
+def test_a_data_set_that_draws_is_refused(tmp_path):
+    class Drawn:
+        def __len__(self): return 8
+        def __getitem__(self, i): return torch.rand(3), i
+    one_line(lambda: cached(Drawn(), tmp_path/'c', workers=0), 'the data set draws at random')
+
+
+@pytest.mark.parametrize('own', [random.Random(0), np.random.default_rng(0), np.random.RandomState(0), torch.Generator()])
+def test_a_generator_of_ones_own_is_refused(pets, tmp_path, own):
+    dls = make(pets, [Resize(32, method='squish'), Noisy(partial(getattr, own, 'x', 1))])
+    one_line(lambda: cached(dls, tmp_path/'c', workers=0), 'cannot be cached: it holds .*, which draws at random')
+
+
+# Whole batches do what was asked, or nothing
+
+class Darker(Resize):
+    def encodes(self, x: PILImage): return PILImage.create(np.zeros((32, 32, 3), 'uint8'))
+
+
+class Lower(RandomResizedCrop):
+    def before_call(self, b, split_idx):
+        super().before_call(b, split_idx)
+        self.tl = (0, 0)
+
+
+def corner(b, split_idx=None): AT_CORNER.pcts = (0, 0)
+
+
+AT_CORNER = Resize(32, before_call=corner)
+
+
+class Upright(FlipItem):
+    def encodes(self, x: PILImage): return x
+
+
+@pytest.mark.parametrize('tfms,match', [
+    ([Darker(32)], 'not Darker'), ([Lower(32)], 'not Lower'), ([Resize(32), Upright()], 'not Upright'),
+    ([Resize(32, resamples=(Image.NEAREST, Image.NEAREST))], 'Resize.*resamples'), ([RandomResizedCrop(32, resamples=(Image.BICUBIC, Image.NEAREST))], 'RandomResizedCrop.*resamples'),
+    ([AT_CORNER], 'before_call')])
+def test_whole_batches_take_fastais_own_transforms_alone(pets, tmp_path, tfms, match):
+    one_line(lambda: cached(make(pets, tfms), tmp_path/'c', workers=0, whole=True), match)
+
+
+@pytest.mark.parametrize('kwargs', [{}, dict(whole=True)])
+def test_item_transforms_that_come_too_late_are_refused(pets, tmp_path, kwargs):
+    "What is added to loaders from a cache would act on tensors, or on nothing"
+    kept = cached(make(pets), tmp_path/'c', workers=0, **kwargs)
+    one_line(lambda: kept.add_tfms([Resize(16)], 'after_item', 'train'), 'before they are cached')
+    kept.add_tfms([Doubled()], 'after_batch', 'train')
+    assert any(isinstance(o, Doubled) for o in kept.train.after_batch.fs)
+
+
+class Doubled(Transform):
+    def encodes(self, x: TensorImage): return x*2
+
+
+@pytest.mark.parametrize('column', [False, True])
+@pytest.mark.parametrize('used', [False, True])
+def test_labels_from_a_table_can_be_told(column, used):
+    "As a function finds them in a table or a column of its module, whether pandas remembers what was asked or not"
+    import pandas as pd
+
+    def of(value, name='1.jpg'):
+        df = pd.DataFrame(dict(name=['0.jpg', name], label=['cat', value])).set_index('name')
+        table = df['label'] if column else df
+        if used: str(df['label'].iloc[0])
+        return fingerprint(describe(partial(sorted, table)))
+    assert of('dog') == of('dog') and len({of('dog'), of('cat'), of('dog', '2.jpg')}) == 3

@@ -1,10 +1,12 @@
 "The loader with threads: fastai's own crops and order, whatever happens to the epoch; and `fast_images` of any plain pipeline, or one line that says why not"
 import pickle
 import random
+import shutil
 import threading
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,12 +29,13 @@ from PIL import Image
 from scipy.stats import ks_2samp
 
 from fastbench.distributed.ranks import RankDL
+from fastbench.draw.cached import cached
 from fastbench.draw.cut import CannotPlan, Crop, CropPlan, cut, cut_pixels, pick_divisor
 from fastbench.draw.decode import CorruptImage, decoders, read_header
 from fastbench.draw.fast import fast_images, why_not_fast
 from fastbench.draw.loader import ImageItems, PoolDL
 from fastbench.draw.pool import StuckWorker, Threads, in_threads
-from fastbench.draw.seeded import SeededDL
+from fastbench.draw.seeded import SeededDL, item_name
 from fastbench.draw.workers import auto_workers
 from fastbench.errors import UserError
 from test_decode import photo, saved
@@ -632,3 +635,41 @@ def test_a_recipe_with_threads(folder):
     for bad, why in ((dict(loader='threads', augment='batch'), "loader='threads' has no effect in this recipe: it goes with augment='auto'"), (dict(decoder='pillow'), "goes with loader='threads'")):
         with pytest.raises(UserError, match=why): get_recipe('digits-xresnet18', **bad).check()
     with pytest.raises(UserError, match='ArrayDL, which makes its batches'): get_recipe('digits-xresnet18', loader='threads').make_dls(64, 'cpu')
+
+
+@pytest.mark.parametrize('size,tfm', [((1, 1), Resize((24, 40))), ((1, 90), Resize((24, 40))), ((90, 1), Resize((40, 31))), ((2, 40), RandomResizedCrop(32))])
+@pytest.mark.parametrize('decoder', ['pillow', 'pillow-scaled'])
+def test_a_crop_of_no_pixels_is_fastais(tmp_path, size, tfm, decoder):
+    "In pictures of a pixel or two fastai's rounding leaves none, and Pillow makes black of it"
+    rng = np.random.default_rng(0)
+    for i in range(8):
+        for fmt in 'png', 'jpg': Image.fromarray(rng.integers(0, 255, (*size[::-1], 3), dtype='uint8')).save(tmp_path/f'{i}.{fmt}')
+    files = sorted(tmp_path.glob('*.*'))
+    dls = ImageDataLoaders.from_lists(tmp_path, files*2, [0]*32, valid_pct=.5, seed=1, item_tfms=tfm, bs=4, num_workers=0, device='cpu')
+    fast = fast_images(dls, threads=1, decoder=decoder)
+    for a, b in zip(dls.valid, fast.valid): assert (a[0]-b[0]).abs().max() <= 3/255
+    for _ in range(5): assert len(list(fast.train)) == 4
+
+
+@pytest.mark.parametrize('make', [lambda f: Resize(32, before_call=f), lambda f: RandomResizedCrop(32, before_call=f)])
+def test_a_before_call_of_ones_own_is_named(folder, make):
+    def mine(b, split_idx=None): tfm.pcts, tfm.cp_size, tfm.tl, tfm.orig_sz, tfm.final_size = (0, 0), (9, 9), (0, 0), b[0].size, (32, 32)
+    tfm = make(mine)
+    dls = ImageDataLoaders.from_folder(folder, valid_pct=.2, seed=1, item_tfms=tfm, bs=2, num_workers=0, device='cpu')
+    with pytest.raises(UserError, match='before_call of its own') as e: fast_images(dls)
+    assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('harm', [lambda f: f.write_bytes(b''), lambda f: f.unlink(), lambda f: (f.unlink(), f.mkdir())], ids=['empty', 'gone', 'folder'])
+def test_the_file_in_a_row_of_a_table_is_named(folder, tmp_path, harm):
+    "And not the number of its row in the part that it is in"
+    import pandas as pd
+    files = [shutil.copy(o, tmp_path/f'{i}.jpg') for i, o in enumerate(sorted(folder.rglob('*.jpg'))[:8])]
+    df = pd.DataFrame(dict(name=[o.name for o in map(Path, files)], label='x'))
+    dls = ImageDataLoaders.from_df(df, tmp_path, valid_pct=.25, seed=1, item_tfms=Resize(32), bs=2, num_workers=0, device='cpu')
+    bad = tmp_path/dls.train.items['name'].iloc[3]
+    harm(bad)
+    with pytest.raises(CorruptImage, match=f'cannot read the image {bad}:') as e: list(fast_images(dls, threads=1).train)
+    assert '\n' not in str(e.value)
+    with pytest.raises(UserError, match=str(bad)): cached(dls, tmp_path/'c', workers=0)
+    assert item_name(dls.train.dataset, 3) == str(bad)  # as for an item that hangs

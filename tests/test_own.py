@@ -471,3 +471,28 @@ def test_a_ladder_of_which_nothing_trains_says_why(home, tmp_path):
     table = ladder(f'{home}/train.py:broken', tmp_path, rungs=[Rung('wide', 'wider', dict(lr=.1))], device='cpu')
     assert [o for o in table.notes if 'None' in o or 'chance' in o] == []
     assert [o for o in table.notes if ': failed' in o] == [f"{o}: failed (KeyError: 'nothing there')" for o in ('start', 'wide')]
+
+
+@pytest.mark.parametrize('k', ['name', 'function'])
+def test_a_parameter_that_is_called_as_the_recipe_calls_itself_is_named(home, k):
+    "It was the recipe that got the name, while the function trained with its default"
+    file = home/f'own_{k}.py'
+    file.write_text(TRAIN + f'\ndef mine({k}="small", bs=8): return make(bs)\ndef must({k}): return make()\n')
+    with pytest.raises(UserError, match=f"mine has a parameter '{k}'.*Call the parameter otherwise") as e: get_recipe(f'{file}:mine', **{k: 'large'})
+    assert '\n' not in str(e.value)
+    assert run_recipe(f'{file}:mine', device='cpu', bs=4).status == 'ok'  # with its default, as ever
+    with pytest.raises(UserError, match=f"must has a parameter '{k}'"): get_recipe(f'{file}:must').ready()
+    assert len(ladder_recipes(f'{file}:mine', [Rung('four', 'smaller batches', dict(bs=4))])) == 2
+
+
+def test_an_annotation_in_quotes_counts(home):
+    (home/'own_quoted.py').write_text(TRAIN + '\ndef mine(bs: "int" = 8, lr: "float | None" = None): return make(bs)\n')
+    with pytest.raises(UserError, match="bs='abc' cannot be: bs .* is a whole number"): get_recipe(f'{home}/own_quoted.py:mine', bs='abc')
+    assert get_recipe(f'{home}/own_quoted.py:mine', bs=4, lr=None).bs == 4
+
+
+@pytest.mark.parametrize('value', ['abc', float('nan'), float('inf'), 2.5, True])
+def test_what_is_no_whole_number_is_said(home, value):
+    (home/'own_whole.py').write_text(TRAIN + '\ndef mine(bs: int = 8): return make(bs)\n')
+    with pytest.raises(UserError, match='bs=.* cannot be: bs .* is a whole number') as e: get_recipe(f'{home}/own_whole.py:mine', bs=value)
+    assert '\n' not in str(e.value)

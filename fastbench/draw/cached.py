@@ -6,7 +6,7 @@
 __all__ = ['draws', 'before_chance', 'cache_key', 'smaller', 'cached_items', 'CachedLoaders', 'cached_loader', 'cached']
 
 # %% ../../nbs/draw/26_cached.ipynb #a89b9507
-import os
+import os, random
 from functools import partial
 from pathlib import Path
 
@@ -16,18 +16,19 @@ from fastai.data.core import DataLoaders, Datasets, TfmdDL, TfmdLists
 from fastai.data.transforms import ToTensor
 from fastai.learner import Learner
 from fastai.vision.augment import RandTransform, Resize, ResizeMethod
+from fastcore.basics import noop
 from PIL import Image
 
 from .. import __version__
 from .build import Items, open_store
 from .cut import CannotPlan
-from .describe import describe, fingerprint, fingerprint_items
+from .describe import _is_table, describe, fingerprint, fingerprint_items
 from .fast import _check_plain, no_items
 from .items import CachedItems
 from .kept import FORMAT, caches_dir
 from .loader import PoolDL
-from .seeded import SeededDL
-from .store import PARTS, Encoded, check_encoder, encoded
+from .seeded import SeededDL, item_name
+from .store import PARTS, Encoded, as_bytes, check_encoder, encoded
 from .whole import CachedDL, _check_whole, _in_place, batch_crop
 from .workers import WatchedDL, WatchedPoolDL, WatchedSeededDL
 from ..errors import UserError, unknown
@@ -64,6 +65,10 @@ def _check_no_chance(pipelines):
                             'could be cached: give it as an item transform')
 
 # %% ../../nbs/draw/26_cached.ipynb #a0ad69de
+def _items_of(dataset):
+    items = getattr(dataset, 'items', [])
+    return items if _is_table(items) else list(items)
+
 def cache_key(dataset, # Of a loader
               fs, # Item transforms that are done once
               asked=(), # What else makes a difference: plain values
@@ -73,7 +78,7 @@ def cache_key(dataset, # Of a loader
     _check_no_chance(pipelines)
     made = [[describe(f) for f in o] for o in (*pipelines, fs)]
     if not pipelines: made.append(describe(dataset))
-    items = fingerprint_items(list(getattr(dataset, 'items', [])), pipelines)
+    items = fingerprint_items(_items_of(dataset), pipelines)
     split = getattr(dataset, 'split_idx', None)
     return fingerprint([items, made, split, list(map(str, _versions())), [repr(o) for o in asked]])
 
@@ -89,10 +94,39 @@ def smaller(o, # An image; anything else is left as it is
     return res if type(o) is Image.Image else type(o)(res)  # Pillow's `resize` gives an `Image`
 
 # %% ../../nbs/draw/26_cached.ipynb #729b4899
-def _item(dataset, fs, split_idx, size, encode, i):
+def _states():
+    "Of the generators of random numbers that a process has"
+    _,key,*rest = np.random.get_state()
+    return random.getstate(), key.tobytes(), rest, torch.get_rng_state().numpy().tobytes()
+
+def _made(dataset, fs, split_idx, i, after=noop): # after: called when a step is done, with its name
     o = dataset[i]
-    for f in fs: o = f(o, split_idx=split_idx)
-    if not isinstance(o, tuple): o = (o,)
+    after('the data set')
+    for f in fs:
+        o = f(o, split_idx=split_idx)
+        after(getattr(f, 'name', type(f).__name__).split(' -- ')[0].strip())
+    return o if isinstance(o, tuple) else (o,)
+
+def _same(a, b):
+    def parts(o): return [(f, x.tobytes(), tuple(shape)) for f,x,shape in map(as_bytes, o)]
+    return parts(a) == parts(b)
+
+def _check_drawn(dataset, fs, split_idx, i, o):
+    "Fail if an item is another one when it is made once more"
+    who,seen = [],_states()
+    def after(name):
+        nonlocal seen
+        if (now := _states()) != seen: who.append(name)
+        seen = now
+    if _same(o, _made(dataset, fs, split_idx, i, after)): return
+    raise UserError(f'{who[0] if who else "the data set"} draws at random, and a cache would hold one draw for all '
+                    'epochs: derive the transform from RandTransform and give it as an item transform, or leave it to '
+                    'batch_tfms')
+
+def _item(dataset, fs, split_idx, size, encode, i):
+    before = _states()
+    o = _made(dataset, fs, split_idx, i)
+    if _states() != before: _check_drawn(dataset, fs, split_idx, i, o)
     return tuple(encoded(smaller(v, size) if size else v, encode) for v in o)
 
 # %% ../../nbs/draw/26_cached.ipynb #4aaa43ee
@@ -150,12 +184,13 @@ def _file_of(o):
     return o if isinstance(o, (str, os.PathLike)) and os.path.isfile(o) else None
 
 def _name_of(dataset, i):
-    file = _file_of(dataset.items[i]) if hasattr(dataset, 'items') else None
+    items = getattr(dataset, 'items', [])
+    file = _file_of(item_name(dataset, i) if _is_table(items) or not len(items) else items[i])
     return os.fspath(file) if file else f'item {i}'
 
 def _title(dataset):
     "What the folder of a data set is called, in letters and digits"
-    files = [f for o in list(getattr(dataset, 'items', []))[:2000] if (f := _file_of(o))]
+    files = [f for o in _items_of(dataset)[:2000] if (f := _file_of(o))]
     root = Path(os.path.commonpath([Path(o).absolute().parent for o in files])).name if files else ''
     return ''.join(c if c.isalnum() else '_' for c in root)[:40] or 'items'
 
@@ -176,6 +211,13 @@ class CachedLoaders(DataLoaders):
         "Return a loader of new items, prepared as before"
         return self.source.test_dl(test_items, **kwargs)
     def new_empty(self): return self.source.new_empty()
+
+    def add_tfms(self, tfms, event, loaders=None): # As fastai's
+        "Add transforms of batches; those of items come too late"
+        if event == 'after_item':
+            raise UserError('these items are from a cache, with their transforms: add others before they are cached, '
+                            "dls.source.add_tfms(..., 'after_item'), then cached(dls.source)")
+        super().add_tfms(tfms, event, loaders)
 
 # %% ../../nbs/draw/26_cached.ipynb #cchown02
 _KINDS = TfmdDL, SeededDL, PoolDL, WatchedDL, WatchedSeededDL, WatchedPoolDL

@@ -118,6 +118,8 @@ def _check(fs):
                          'one crop after it, can be planned')
     if not any(isinstance(f, ToTensor) for f in fs):
         raise CannotPlan('ToTensor is not among the item transforms: images would not become tensors')
+    if own := [f for f in fs if 'before_call' in vars(f)]:
+        raise CannotPlan(f'{type(own[0]).__name__} was given a before_call of its own, which a plan does not call')
 
 # %% ../../nbs/draw/03_cut.ipynb #e8e4b956
 class CropPlan:
@@ -241,7 +243,8 @@ def cut(data, # Bytes of the file; or its pixels: uint8 (height, width, channels
     ):
     "Decode no more of an image than a crop of it needs"
     gray,there = len(out) == 1,isinstance(data, np.ndarray)
-    if exact or c.resample not in _FILTERS:
+    l,t,r,b = c.box
+    if exact or c.resample not in _FILTERS or r <= l or b <= t: # of no pixels Pillow makes black, as fastai does
         x = data if there else decode(data, decoder, 1, gray, head, name)
         out[:] = cut_exactly(Image.fromarray(x[..., 0] if gray else x), c)
     else:

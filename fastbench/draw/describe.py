@@ -6,7 +6,7 @@
 __all__ = ['NoFingerprint', 'Describer', 'describe', 'fingerprint', 'fingerprint_items']
 
 # %% ../../nbs/draw/21_describe.ipynb #8f7b9937
-import functools, hashlib, inspect, logging, os, re, site, sys, sysconfig, types
+import functools, hashlib, inspect, logging, os, random, re, site, sys, sysconfig, types
 from importlib import metadata
 from pathlib import Path
 
@@ -114,6 +114,8 @@ def __call__(self:Describer, o):
     if isinstance(o, (dict, types.MappingProxyType)): return ['dict', [[self(k), self(v)] for k,v in o.items()]]
     if isinstance(o, (set, frozenset)): return ['set', sorted((self(v) for v in o), key=repr)]
     if isinstance(o, (np.ndarray, torch.Tensor)): return self.array(o)
+    if hasattr(o, 'iloc') and hasattr(o, 'index'):
+        return ['table', type(o).__name__, _table(o if _is_table(o) else o.to_frame(), self)]
     if isinstance(o, types.ModuleType): return ['module', o.__name__]
     if isinstance(o, functools.partial): return ['partial', self(o.func), self(o.args), self(o.keywords)]
     if isinstance(o, types.MethodType): return ['method', self(o.__self__), self(o.__func__)]
@@ -151,6 +153,15 @@ def _unwrapped(o):
     return o.__func__ if isinstance(o, (classmethod, staticmethod)) else o
 
 # %% ../../nbs/draw/21_describe.ipynb #1a4b736c
+_GENERATORS = random.Random, np.random.RandomState, np.random.Generator, torch.Generator
+
+@patch
+def generator(self:Describer, o): # o: a generator of random numbers
+    "Fail, unless it is one of the process, of which is found out whether it is used"
+    if o in (random._inst, np.random.mtrand._rand, torch.default_generator): return ['generator', type(o).__name__]
+    self.refuse(f'it holds a {type(o).__name__}, which draws at random. Derive it from RandTransform, and give it as '
+                'an item transform: it is then done anew for each item')
+
 @patch
 def thing(self:Describer, o): # o: an object
     "Its class and its attributes"
@@ -160,6 +171,7 @@ def thing(self:Describer, o): # o: an object
         of = [self(me)] if isinstance(me := getattr(o, '__self__', None), _HELD) else []
         return ['builtin', _named(o)[1] if hasattr(o, '__qualname__') else repr(o), *of]
     if isinstance(o, re.Pattern): return ['pattern', self(o.pattern), o.flags]
+    if isinstance(o, _GENERATORS): return self.generator(o)
     if not hasattr(o, '__dict__') and not hasattr(type(o), '__slots__'):
         self.refuse(f'it holds {o!r:.60}, which cannot be told from another')
     if hasattr(o, 'read') or hasattr(o, '__next__'):
@@ -186,6 +198,12 @@ def fingerprint(o # Plain values: lists and texts
     return fingerprint_rows([o])
 
 # %% ../../nbs/draw/21_describe.ipynb #495c620c
+def _is_table(items): return hasattr(items, 'iloc') and hasattr(items, 'columns')
+
+def _each(items):
+    "The items as fastai gives them: of a table its rows"
+    return (items.iloc[i] for i in range(len(items))) if _is_table(items) else items
+
 def _path(o):
     "The file that an item is, or holds"
     if isinstance(o, (str, os.PathLike)): return Path(o) if len(os.fspath(o)) < 4096 and os.path.isfile(o) else None
@@ -206,10 +224,10 @@ def _path_steps(fs, item):
 # %% ../../nbs/draw/21_describe.ipynb #fc1b7d69
 def _files(items, pipelines):
     "Files that items are, or become on the way"
-    res = [_path(o) for o in items]
+    res = [] if _is_table(items) else [_path(o) for o in items]
     for fs in pipelines:
-        if not len(items) or not (n := _path_steps(fs, items[0])): continue
-        for o in items:
+        if not len(items) or not (n := _path_steps(fs, next(iter(_each(items))))): continue
+        for o in _each(items):
             for f in fs[:n]: o = f(o)
             res.append(_path(o))
     return [o for o in dict.fromkeys(res) if o is not None]
@@ -225,9 +243,18 @@ def fingerprint_items(items, # What a data set begins with
     found,how = fingerprint_files(files, names, ['']*len(files)) if files else ('', '')
     times = [o.stat().st_mtime_ns for o in files] if how == 'names and sizes' else []
     tell = Describer('of the items')
-    return fingerprint([found, names, times, [_item(o, root, tell) for o in items]])
+    said = _table(items, tell) if _is_table(items) else [_item(o, root, tell) for o in items]
+    return fingerprint([found, names, times, said])
 
 # %% ../../nbs/draw/21_describe.ipynb #f9f48b04
+def _table(df, tell):
+    "Names and cells of a table, and the labels of its rows"
+    def cells(o):
+        plain = isinstance(o.dtype, np.dtype) and o.dtype != object
+        return tell((o if plain else o.astype(object).where(o.notna(), None)).to_numpy())
+    columns = [df.iloc[:,j] for j in range(df.shape[1])]
+    return [tell(list(df.columns)), tell(df.index.to_numpy()), [[str(o.dtype), cells(o)] for o in columns]]
+
 def _item(o, root, tell):
     "An item without the folder it lies in"
     if (file := _path(o)) is None: return tell(o)

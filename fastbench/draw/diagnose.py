@@ -129,7 +129,8 @@ def some_items(dl, # A fastai loader
     ds = dl.dataset
     if not isinstance(ds, Datasets): raise UserError(f'its items come from a {type(ds).__name__}, not from a Datasets')
     if n >= len(ds): return dl
-    few = Datasets(tls=L(tl._new(L(tl.items)[:n], split_idx=tl.split_idx) for tl in ds.tls), n_inp=ds.n_inp)
+    def first(o): return o.iloc[:n] if hasattr(o, 'iloc') else L(o)[:n]
+    few = Datasets(tls=L(tl._new(first(tl.items), split_idx=tl.split_idx) for tl in ds.tls), n_inp=ds.n_inp)
     return dl.new(few, n=n)
 
 def _with_cache(learn, batches=24):
@@ -269,6 +270,9 @@ def diagnose_input(self:Learner,
         of = f'{type(dl).__module__}.{type(dl).__name__}'
         raise UserError(f'diagnose_input takes loaders of fastai, this one is a {of}: '
                         'learn.profile() says how long a step waits for it')
+    if dl.n is None:
+        raise UserError('diagnose_input: this loader does not know how many items there are, as '
+                        f'{type(dl.dataset).__name__} has no length: give it n=')
     if len(dl) < 5: raise UserError(f'an epoch has {len(dl)} batches, too few to measure: it takes 5. Use a smaller bs')
     most,each = cores()['usable'],seconds/10
     with ExitStack() as stack:

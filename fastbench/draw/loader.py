@@ -206,7 +206,7 @@ def _item_into(self:PoolDL, made, row, i, plan, decoder):
     except CorruptImage as e:
         if not self.skip_bad: raise
         self.skipped[item_name(self.dataset, i)] = str(e)
-    except OSError as e: raise unreadable(item_name(self.dataset, i), e.strerror or e) from e
+    except OSError as e: raise unreadable(e.filename or item_name(self.dataset, i), e.strerror or e) from e
     made.gone.append(row)
 
 # %% ../../nbs/draw/05_loader.ipynb #e3914fe2

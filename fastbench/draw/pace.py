@@ -23,6 +23,7 @@ from fastai.torch_core import to_device
 from fastcore.basics import noop
 from fasttransform import Pipeline
 
+from .describe import _files, _is_table
 from ..measure.loader import is_plain
 from ..train.loop import FastLoop
 from ..train.rehearsal import rehearse
@@ -189,8 +190,11 @@ def files_of(dl, # A fastai `DataLoader`
     "The files among the items of a loader"
     items = getattr(dl.dataset, 'items', None)
     def first(o): return o[0] if isinstance(o, tuple) and o else o
-    res = [first(o) for o in list(items)[:most]] if items is not None else []
-    return [o for o in res if isinstance(o, (str, PathLike)) and os.path.isfile(o)]
+    if items is None: return []
+    some = items.iloc[:most] if _is_table(items) else list(items)[:most]
+    res = [] if _is_table(items) else [first(o) for o in some]
+    found = [o for o in res if isinstance(o, (str, PathLike)) and os.path.isfile(o)]
+    return found or _files(some, [list(o.tfms.fs) for o in getattr(dl.dataset, 'tls', ())])
 
 def forget_files(paths # Of files
     )->bool: # Could it be done?

@@ -10,6 +10,7 @@ import os, random, re
 
 from fastai.data.core import TfmdDL
 from fastai.data.load import SkipItemException
+from fastai.data.transforms import ColReader
 from fastcore.basics import merge
 
 from ..train.transfer import CopiesAhead
@@ -21,10 +22,20 @@ def item_name(dataset, # Of fastai, with `items`
               i, # Number of the item in it
     ): # A path where the item is one, or has one; else its number
     "Return the name of an item for an error"
-    try: o = dataset.items[i]
+    try:
+        items = dataset.items
+        if hasattr(items, 'iloc'): return _row_name(dataset, items.iloc[i]) or i
+        o = items[i]
     except (AttributeError, IndexError, KeyError, TypeError): return i
     o = getattr(o, 'x', o)
     return os.fspath(o) if isinstance(o, (str, os.PathLike)) else i
+
+def _row_name(dataset, row):
+    "The file in a row of a table; nothing is asked of a drive, which may be what hangs; None: it has none"
+    for tl in dataset.tls:
+        f = tl.tfms.fs[0]
+        o = f(row) if type(f) is ColReader else None
+        if isinstance(o, str) and os.path.splitext(o)[1]: return o
 
 # %% ../../nbs/draw/02_seeded.ipynb #7c1dc051
 def item_seed(epoch_key:int, # Drawn once an epoch

@@ -65,11 +65,13 @@ def _erase(f):
 _SWAPS = {AffineCoordTfm: _affine, LightingTfm: _colour, HSVTfm: _colour, RandomErasing: _erase}
 
 # %% ../../nbs/draw/18_swap.ipynb #0886ed16
+def _is_fastais(f): return type(f).__module__ == AffineCoordTfm.__module__ # a class derived from one may do anything
+
 def faster_augment(f # A batch transform
     ): # Ours with the same settings; the same one where there is none
     "Convert a fastai transform into ours"
     if type(f) is Normalize and tuple(f.axes) == (0, 2, 3): return BatchNormalize(f.mean, f.std)
-    make = next((make for kind,make in _SWAPS.items() if isinstance(f, kind)), None)
+    make = next((make for kind,make in _SWAPS.items() if isinstance(f, kind)), None) if _is_fastais(f) else None
     if make is None: return f
     try: return make(f)
     except UserError as e: why = str(e)

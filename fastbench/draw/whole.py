@@ -17,6 +17,7 @@ from fastai.data.load import chunked
 from fastai.data.transforms import IntToFloatTensor, Normalize, ToTensor
 from fastai.torch_core import TensorBase, TensorImage, TensorImageBW
 from fastai.vision.augment import FlipItem, RandomResizedCrop, Resize, ResizeMethod
+from fastai.vision.core import BILINEAR
 from fastcore.basics import merge, patch
 
 from .batch import BatchNormalize, normalised
@@ -31,11 +32,17 @@ from ..rules import check_whole
 from ..train.transfer import CopiesAhead
 
 # %% ../../nbs/draw/25_whole.ipynb #14d50add
+def _check_crop(f):
+    if 'before_call' in vars(f): raise UserError(f'whole=True does not call the before_call of a {type(f).__name__}')
+    if f.mode == BILINEAR: return
+    raise UserError(f'whole=True resizes by BILINEAR, and {type(f).__name__} has other resamples ({f.mode!r}): leave '
+                    'them out, or let items be made one by one (whole=False)')
+
 def batch_crop(fs, # Item transforms from the first that draws on
     ): # A `BatchCrop` that does the same to a batch; None: there is nothing to crop
     "What crops and mirrors a batch as these transforms do an item"
-    crops = [f for f in fs if isinstance(f, (RandomResizedCrop, Resize))]
-    flips = [f for f in fs if isinstance(f, FlipItem)]
+    crops = [f for f in fs if type(f) in (RandomResizedCrop, Resize)]
+    flips = [f for f in fs if type(f) is FlipItem]
     other = [f for f in fs if f not in crops and f not in flips and type(f) is not ToTensor]
     if other or len(crops) > 1 or len(flips) > 1:
         name = type((other or crops[1:] or flips[1:])[0]).__name__
@@ -44,6 +51,7 @@ def batch_crop(fs, # Item transforms from the first that draws on
     if not fs or all(type(f) is ToTensor for f in fs): return None
     if not crops: raise UserError('whole=True needs a RandomResizedCrop or Resize: images of one size make a batch')
     crop,flip = crops[0],flips[0].p if flips else 0.
+    _check_crop(crop)
     size = tuple(crop.size[::-1])
     if isinstance(crop, RandomResizedCrop):
         return BatchCrop(size, crop.min_scale, crop.ratio, crop.val_xtra, crop.max_scale, flip)

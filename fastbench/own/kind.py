@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, make_dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from hashlib import sha256
+from math import inf
 from numbers import Real
 from pathlib import Path
 from textwrap import dedent
@@ -65,7 +66,7 @@ def _number(v):
     return v
 
 def _int(v):
-    if isinstance(v, bool) or v != int(v): raise TypeError
+    if _number(v) != v or abs(v) == inf or v != int(v): raise TypeError # NaN is not even itself
     return int(v)
 
 def _string(v):
@@ -79,10 +80,11 @@ _rules = dict(bool=yes_no(), int=(_int, 'a whole number'), float=(_number, 'a nu
 # %% ../../nbs/own/02_kind.ipynb #f4e53607
 def _rule_of(p):
     "Return the rule of a parameter"
-    known = [o.strip() for o in p.annotation.removeprefix('Optional[').removesuffix(']').split('|')]
+    said = p.annotation.strip('"\'') # as some write what is defined later
+    known = [o.strip() for o in said.removeprefix('Optional[').removesuffix(']').split('|')]
     of = [_rules[o] for o in known if o in _rules]
     if p.annotation and len(of) != 1: return _any
-    may_be_none = 'None' in known or p.annotation.startswith('Optional') or p.default is None
+    may_be_none = 'None' in known or said.startswith('Optional') or p.default is None
     if of: return optional(of[0]) if may_be_none else of[0]
     return {bool: yes_no(), int: _rules['float'], float: _rules['float'], str: _rules['str']}.get(type(p.default), _any)
 
@@ -203,8 +205,15 @@ def refuse(cls:Function, k, v): # k: a field that the kind does not have; v: its
     raise UserError(f'{k}={v!r} cannot be: {k!r} is neither a parameter of the function nor a switch;{hint} '
                     f'{has}{show}')
 
+def _taken(self, k):
+    return UserError(f'{self.source.given} has a parameter {k!r}, and that is what a recipe calls its own {k}: it '
+                     'cannot be set. Call the parameter otherwise')
+
 @patch
 def __post_init__(self:Function):
+    for k in ('name', 'function'):
+        given = any(p.name == k for p in getattr(self, 'parameters', ())) and self.source.given
+        if given and not str(getattr(self, k)).startswith(given): raise _taken(self, k) # rungs of a ladder begin so
     for k in () if type(self) is Function else sorted(self.inert):
         if (v := getattr(self, k)) == Function.__dataclass_fields__[k].default: continue
         raise UserError(f'{k}={v!r} has no effect: {self.function} has no parameter {k!r}. Give it one, and use it')
@@ -241,6 +250,8 @@ def ref(self:Function)->str: # `/where/it/is/train.py:make`
 def ready(self:Function):
     "Refuse a function that cannot be called, before a process is started for it"
     need = [p.name for p in self.parameters if p.default is REQUIRED and getattr(self, p.name, None) is None]
+    if never := [p.name for p in self.parameters if p.default is REQUIRED and p.name in _names]:
+        raise _taken(self, never[0])
     if not need: return
     raise UserError(f'{self.function} needs {", ".join(need)}: give the parameter a default, or --set {need[0]}=VALUE')
 

@@ -183,7 +183,9 @@ def _n_rows(b):
     raise UserError(f'find_batch_size: a batch is a {type(b).__name__}, which holds no tensor before its batch '
                     'transforms, so its samples cannot be counted. Make tensors of it in create_batch')
 
-def _n_items(dl): return getattr(dl, 'n', None) or (len(dl.dataset) if hasattr(dl, 'dataset') else None)
+def _n_items(dl): # None: nobody knows
+    sized = hasattr(getattr(dl, 'dataset', None), '__len__')
+    return getattr(dl, 'n', None) or (len(dl.dataset) if sized else None)
 
 def _by_number(dl): return isinstance(dl, DataLoader) and type(dl).create_batches is DataLoader.create_batches
 
