@@ -3853,6 +3853,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastbench.own.call._remember': ('own/call.html#_remember', 'fastbench/own/call.py'),
                                     'fastbench.own.call._shown': ('own/call.html#_shown', 'fastbench/own/call.py'),
                                     'fastbench.own.call._warn_of': ('own/call.html#_warn_of', 'fastbench/own/call.py'),
+                                    'fastbench.own.call._warn_trained': ('own/call.html#_warn_trained', 'fastbench/own/call.py'),
                                     'fastbench.own.call._without_items': ('own/call.html#_without_items', 'fastbench/own/call.py'),
                                     'fastbench.own.call.build': ('own/call.html#build', 'fastbench/own/call.py'),
                                     'fastbench.own.call.check_imports': ('own/call.html#check_imports', 'fastbench/own/call.py'),

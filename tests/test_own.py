@@ -66,6 +66,10 @@ def threads():
 def seeds():
     set_seed(3)
     return make()
+def trains():
+    learn = make()
+    learn.fit(2)
+    return learn
 def empty(path): return vision_learner(ImageDataLoaders.from_folder(path, item_tfms=Resize(32)), resnet18)
 def held(path): return DataBlock((ImageBlock, CategoryBlock), get_items=lambda o: [path/'a.jpg'], splitter=IndexSplitter([0]), get_y=parent_label).dataloaders(path)
 def of_another(path):
@@ -276,7 +280,7 @@ def test_a_failed_run_has_the_users_part_of_the_traceback(home):
     ('pair', 2, 'the second is a function that fits it'), ('needs', 2, 'needs path, bs: give the parameter a default'),
     ('asks', 4, 'it asks for input, and nobody is there to answer'), ('loud', 4, 'line 199999'), ('dies', 4, 'exit code 3'),
     ('later', 2, 'is async'), ('mak', 2, "did you mean 'make'"), ('threads', 0, 'changed threads from'),
-    ('seeds', 0, 'seeds random numbers itself'), ('starts', 0, '1 process that the training started still ran')])
+    ('seeds', 0, 'seeds random numbers itself'), ('trains', 0, 'had trained 2 epochs before train.py:trains returned it'), ('starts', 0, '1 process that the training started still ran')])
 def test_what_is_wrong_is_said(home, tmp_path, monkeypatch, capfd, name, code, said):
     monkeypatch.chdir(tmp_path)
     got, *printed = command(monkeypatch, capfd, 'run', home/f'train.py:{name}', '--out', tmp_path/'r')

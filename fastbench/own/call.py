@@ -19,7 +19,7 @@ from fastai.torch_core import default_device, defaults
 import fastbench.distributed.learner  # adds to_distributed
 import fastbench.train.schedule  # adds fit_linear
 from ..callback.backends import set_tf32_state, tf32_state
-from ..errors import UserError
+from ..errors import UserError, plural
 from ..measure.clock import train_device
 from .source import Source
 from ..train.convert import to_bench
@@ -151,6 +151,13 @@ def _warn_of(state, given, seed):
                       'with the same weights, so repeats differ less than trainings do. A parameter called seed gets '
                       'the seed of the repeat')
 
+# %% ../../nbs/own/01_call.ipynb #trained2
+def _warn_trained(learn, given):
+    "Warn about what a Learner has trained already"
+    n = len(getattr(getattr(learn, 'recorder', None), 'values', ()))
+    if n: warnings.warn(f'the Learner had trained {plural(n, "epoch")} before {given} returned it: that was not '
+                        'measured, and the training went on from there. Leave the fit out, or return (learn, fit)')
+
 # %% ../../nbs/own/01_call.ipynb #b4dbfc2c
 _elsewhere = dict(transformers='a Trainer of transformers is measured by trainer.add_callback(TrainerProfiler())',
                   lightning='Lightning is measured by Trainer(callbacks=[LightningProfiler()])')
@@ -238,6 +245,7 @@ def build(recipe, # A recipe of a function
     try:
         with _by_default_on(device),_items_wanted(recipe.function): learn,fit = _call(recipe)
         _warn_of(state, recipe.function, seed)
+        _warn_trained(learn, recipe.function)
         _placed(learn, device, recipe.function)
     except BaseException:
         close_imports(failed=True)
