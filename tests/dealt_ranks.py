@@ -9,6 +9,7 @@ from fastai.callback.progress import CSVLogger
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders, Datasets, TfmdDL
 from fastai.data.load import DataLoader
+from fastai.data.transforms import RandomSplitter
 from fastai.learner import load_learner
 from fastai.losses import CrossEntropyLossFlat
 from torch import nn
@@ -188,6 +189,16 @@ class Spare(nn.Linear):
         self.spare = nn.Linear(2, 2)
 
 
+def another_split(strategy):
+    "As RandomSplitter draws it without a seed"
+    def f():
+        torch.manual_seed(group.rank())
+        items = list(range(N))
+        dls = Datasets(items, [[lambda i: X[i]], [lambda i: Y[i]]], splits=RandomSplitter()(items)).dataloaders(bs=8, num_workers=0, device='cpu')
+        with (learn := learner(dls)).distributed(strategy, cpu=True, tell=lambda o: None): fit(learn)
+    return said(f)
+
+
 def unused(strategy):
     def f():
         with (learn := learner(model=Spare())).distributed(strategy, cpu=True, tell=lambda o: None): fit(learn)
@@ -233,7 +244,7 @@ def main(folder):
             own['equal'][k] = dict(apart=apart(ones[k].model, learn.model), want=seen(ones[k]), got=seen(learn))
         own['history'] = history(folder, strategy)
         group.barrier()
-        own |= dict(alone=alone_in_a_step(strategy), option=wrong_option(strategy), unused=unused(strategy), exported=exported(folder, strategy))
+        own |= dict(split=another_split(strategy), alone=alone_in_a_step(strategy), option=wrong_option(strategy), unused=unused(strategy), exported=exported(folder, strategy))
         learn = learner()
         with learn.distributed(strategy, cpu=True, tell=lambda o: None): own['lr_find'] = dict(want=one, got=found(learn))
     res['workers'] = with_workers()

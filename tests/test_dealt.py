@@ -58,6 +58,11 @@ def test_loaders_that_cannot_be_dealt_are_refused_in_one_line(two, strategy, nam
         assert said and said.startswith('UserError') and why in said.splitlines()[-1] and len(said.splitlines()) < 3, said  # fastai's line is before it
 
 
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_processes_with_another_split_each_are_refused_in_one_line(two, strategy):
+    for r in two: assert 'processes 0 and 1 have not the same items for training' in r[strategy]['split'] and len(r[strategy]['split'].splitlines()) < 3
+
+
 def test_workers_are_prepared_and_the_order_is_that_of_the_generator(two):
     for loss, untouched in (r['workers'] for r in two): assert loss == loss and not untouched
 

@@ -22,6 +22,7 @@ from fastai.callback.schedule import Learner  # adds fit_one_cycle
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders, Datasets, TfmdDL
+from fastai.data.transforms import RandomSplitter
 from fastai.learner import Recorder
 from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
@@ -324,6 +325,22 @@ def test_an_epoch_with_other_batches_is_refused_in_one_line(tmp_path):
         except UserError as e: return str(e)
     said = in_child(why)
     assert '10 batches' in said and '20' in said and '\n' not in said
+
+
+@pytest.mark.parametrize('seed, refused', [(1, False), (2, True)])
+def test_another_split_is_refused_in_one_line(seed, refused, tmp_path):
+    def fitted(seed, *cbs):
+        items, learn = list(range(80)), make(tmp_path)
+        X = torch.randn(80, 6, generator=torch.Generator().manual_seed(3))
+        learn.dls = Datasets(items, [[lambda i: X[i]], [lambda i: i % 3]], splits=RandomSplitter(seed=seed)(items)).dataloaders(bs=8, num_workers=0, device='cpu')
+        with learn.no_bar(), learn.no_logging(): learn.fit(2, cbs=cbs)
+    assert in_child(fitted, 1, every(), Kill('after_backward', 11)) == -signal.SIGKILL
+    def why():
+        try: fitted(seed, every(resume=True))
+        except UserError as e: return str(e)
+    said = in_child(why)
+    if refused: assert 'was trained on other items' in said and 'RandomSplitter(seed=42)' in said and '\n' not in said
+    else: assert said is None
 
 
 def test_killed_while_gradients_are_collected(whole, tmp_path):

@@ -31,6 +31,7 @@ from ..machine.group import OtherFailed, broadcast, gather, rank, sum_over_ranks
 from ..measure.lifecycle import DuringFit
 from ..measure.profiler import noting
 from ..measure.stopwatch import GRADIENT_SYNC
+from ..train.items import told_items
 from ..train.state import loader_state, set_loader_state
 from ..train.transfer import CopiesAhead
 
@@ -217,6 +218,16 @@ class RankTrainer(DuringFit, DistributedTrainer):
                             'world_size, or with those of each process')
         return dl
 
+# %% ../../nbs/distributed/05_ranks.ipynb #rankitm2
+def _check_items(loaders):
+    "Refuse processes that have made their data each in its own way"
+    for what,told in zip(('training', 'validation'), zip(*gather([told_items(o) for o in loaders]))):
+        other = next((i for i,o in enumerate(told) if o != told[0]), None)
+        if other is None: continue
+        raise UserError(f'processes 0 and {other} have not the same items for {what}: a splitter without a seed draws '
+                        'in each process anew (RandomSplitter(seed=42)), and folders may be listed in another order '
+                        '(sorted(files)). Make the same data in each')
+
 # %% ../../nbs/distributed/05_ranks.ipynb #ec9221fa
 @patch
 def switch_on(self:RankTrainer):
@@ -227,6 +238,7 @@ def switch_on(self:RankTrainer):
     self._own = model
     learn.model = s.wrap(model)
     self.at_end(partial(self._own_model, learn, model))
+    _check_items(loaders)
     learn.dls.loaders = [self._wrap_dl(o) for o in loaders]
     self.at_end(partial(setattr, learn.dls, 'loaders', loaders))
     finder = getattr(learn, 'lr_finder', None) # it has counted the batches of one process

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from ..callback.override import override
 from .checkpoint import CheckpointError
+from .items import told_items
 from .state import device_of, from_plain, loaders_of, set_fit_state, set_loaders, set_rng_state, to_plain
 from .together import is_elsewhere
 
@@ -37,7 +38,7 @@ def made_of(learn # A Learner at the beginning of a fit
     dl,opt = loaders_of(learn)[0],learn.opt
     shapes = {k: getattr(p, 'ds_shape', p.shape) for k,p in learn.model.named_parameters()}  # or of a part
     return dict(epochs=learn.n_epoch, batch_size=getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None),
-                items=getattr(dl, 'n', None), optimizer=_opt_name(opt), schedule=_schedule(learn),
+                items=getattr(dl, 'n', None), data=told_items(dl), optimizer=_opt_name(opt), schedule=_schedule(learn),
                 lr=[float(h['lr']) for h in opt.hypers], wd=[float(h.get('wd') or 0.) for h in opt.hypers],
                 parameters={k: 'x'.join(map(str, o)) for k,o in shapes.items()})
 
@@ -52,6 +53,13 @@ def _first_difference(there, here, what=''):
         def text(o): return 'missing' if o is None else str(o)[:60]
         return f'{what} is {text(there)} there and {text(here)} here'
 
+# %% ../../nbs/train/14_replay.ipynb #itemschk2
+def _check_items(there, here, path):
+    if None in (there, here) or there == here: return
+    raise CheckpointError(f'{path} was trained on other items, or in another order: a splitter without a seed draws '
+                          'anew in each run (RandomSplitter(seed=42)), and so does what shuffles a list. Make the '
+                          'same data, or begin anew in another folder')
+
 # %% ../../nbs/train/14_replay.ipynb #9c2b7886
 def check_same(header:dict, # Of a checkpoint
                learn, # A Learner at the beginning of a fit
@@ -60,6 +68,8 @@ def check_same(header:dict, # Of a checkpoint
     "Refuse the checkpoint of another training; another number of processes may take other batches"
     there,here = header['made_of'],made_of(learn)
     if is_elsewhere(header): there = dict(there, batch_size=here['batch_size'])
+    _check_items(there.get('data'), here.get('data'), path)
+    there = dict(there, data=here['data'])
     if diff := _first_difference(there, here):
         raise CheckpointError(f'{path} is of another training: {diff}. Go on with the script that wrote it, or begin '
                               'anew in another folder')
