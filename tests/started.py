@@ -1,10 +1,12 @@
 "A program of a test that starts several processes: ended in any case, and where it hangs, all of them say where"
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from pathlib import Path
 
 
 def outcome(script, *words, env, seconds=500):
@@ -21,3 +23,15 @@ def outcome(script, *words, env, seconds=500):
             with suppress(ProcessLookupError): os.killpg(p.pid, signal.SIGKILL)
         said.seek(0)
         return p.returncode, said.read()
+
+
+def done_by_all(script, folder, without):
+    "What a script of this folder, which starts its processes itself on a free port, leaves in `folder`; `without` variables of processes"
+    here = Path(__file__).parent
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    env = {k: v for k, v in os.environ.items() if k not in without} | dict(OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(here), str(here.parent)]))
+    code, said = outcome(here/script, folder, port, env=env)
+    assert not code, said[-6000:]
+    return folder

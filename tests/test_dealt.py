@@ -1,28 +1,19 @@
 "Two processes (gloo, CPU) with the loaders and losses that people bring: equal to one process with the batches of both, or refused in one line"
 import json
-import os
-import socket
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip('accelerate')
 import dealt_ranks
 import processes
-from started import outcome
+from started import done_by_all
 
 STRATEGIES = 'ddp', 'fsdp'
 
 
 @pytest.fixture(scope='module')
 def two(tmp_path_factory):
-    folder, here = tmp_path_factory.mktemp('dealt'), Path(__file__).parent
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    env = {k: v for k, v in os.environ.items() if k not in processes.NAMES} | dict(OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(here), str(here.parent)]))
-    code, said = outcome(here/'dealt_ranks.py', folder, port, env=env)
-    assert not code, said[-6000:]
+    folder = done_by_all('dealt_ranks.py', tmp_path_factory.mktemp('dealt'), processes.NAMES)
     return [json.loads((folder/'two'/f'{i}.json').read_text()) for i in range(2)]
 
 

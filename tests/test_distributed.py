@@ -1,9 +1,7 @@
 "Two processes told as torchrun tells them, and four in a group that somebody else made (gloo, CPU): equal to one process, decided together, files and predictions whole, memory as predicted"
 import ast
 import json
-import os
 import re
-import socket
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ import processes
 from fastbench.errors import UserError
 from fastbench.machine import group
 from fastbench.measure.loader import fastai_batches
-from started import outcome
+from started import done_by_all
 
 ROOT, STRATEGIES = Path(__file__).resolve().parent.parent, ('ddp', 'fsdp')
 
@@ -25,14 +23,7 @@ ROOT, STRATEGIES = Path(__file__).resolve().parent.parent, ('ddp', 'fsdp')
 @pytest.fixture(scope='module')
 def started(tmp_path_factory):
     "The folder in which each process wrote down what it saw"
-    folder, here = tmp_path_factory.mktemp('processes'), Path(__file__).parent
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    env = {k: v for k, v in os.environ.items() if k not in processes.NAMES} | dict(OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(here), str(here.parent)]))
-    code, said = outcome(here/'processes.py', folder, port, env=env)
-    assert not code, said[-6000:]
-    return folder
+    return done_by_all('processes.py', tmp_path_factory.mktemp('processes'), processes.NAMES)
 
 
 def written(folder, n): return [json.loads((folder/f'{i}.json').read_text()) for i in range(n)]

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..callback.override import override
 from ..compat import is_view
-from .strategy import Strategy, check_options, register_strategy
-from ..errors import UserError
+from .strategy import Strategy, register_strategy
+from ..errors import UserError, check_taken
 from ..machine.group import heed_srun, world_size
 from ..measure.clock import train_device
 from ..measure.profiler import noted
@@ -40,7 +40,7 @@ class DDP(Strategy):
         heed_srun()
         if world_size() > 1 and (gpu := train_device(learn)).type == 'cuda':
             os.environ['LOCAL_RANK'] = str(gpu.index) # the GPU that Accelerate takes
-        check_options('ddp', Accelerator, self.kwargs)
+        check_taken(Accelerator, self.kwargs, "option of strategy 'ddp'")
         self.accelerator = Accelerator(**_with_views(self.kwargs))
 
     def wrap(self, model):

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from ..errors import UserError, unknown
 from ..machine.memory import PeakMemory
 from ..machine.noise import machine_state
-from ..measure.clock import indexed
+from ..measure.clock import indexed, precision_of
 from ..measure.edges import _Compiling, _device_clock
 from ..measure.loader import TimedLoader, batch_size
 from ..measure.phases import Profile
@@ -126,12 +126,10 @@ def _autocast(self:StepProfiler):
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
 
 # %% ../../nbs/loops/02_steps.ipynb #autcst05
-_short = {torch.float16: 'fp16', torch.bfloat16: 'bf16'}
-
 @patch
 def _precision(self:StepProfiler):
     first = next((p.dtype for m in self.models for p in m.parameters()), None)
-    return _short.get(self.autocast or first, 'fp32')
+    return precision_of(self.autocast or first)
 
 # %% ../../nbs/loops/02_steps.ipynb #7b64773f
 @patch
