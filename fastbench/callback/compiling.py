@@ -18,6 +18,7 @@ from fastcore.basics import patch
 
 from ..compat import compile_tools
 from ..measure.lifecycle import DuringFit
+from ..measure.remedies import is_compiled
 from ..errors import UserError
 
 # %% ../../nbs/callback/07_compiling.ipynb #e2b79bc3
@@ -107,7 +108,7 @@ def switch_off(self:Compile):
 # %% ../../nbs/callback/07_compiling.ipynb #0068a8c1
 @patch
 def _compile(self:Compile, model):
-    if hasattr(model, '_orig_mod') or model._compiled_call_impl is not None:
+    if is_compiled(model):
         raise UserError(f'compile: this {type(model).__name__} is compiled already (torch.compile(model), or '
                         'model.compile()); give the Learner the model itself')
     try:

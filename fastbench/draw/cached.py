@@ -95,7 +95,7 @@ def smaller(o, # An image; anything else is left as it is
 
 # %% ../../nbs/draw/26_cached.ipynb #729b4899
 def _states():
-    "Of the generators of random numbers that a process has"
+    "The states of the random number generators of this process"
     _,key,*rest = np.random.get_state()
     return random.getstate(), key.tobytes(), rest, torch.get_rng_state().numpy().tobytes()
 

@@ -244,7 +244,7 @@ def cut(data, # Bytes of the file; or its pixels: uint8 (height, width, channels
     "Decode no more of an image than a crop of it needs"
     gray,there = len(out) == 1,isinstance(data, np.ndarray)
     l,t,r,b = c.box
-    if exact or c.resample not in _FILTERS or r <= l or b <= t: # of no pixels Pillow makes black, as fastai does
+    if exact or c.resample not in _FILTERS or r <= l or b <= t: # without pixels: black, as fastai's
         x = data if there else decode(data, decoder, 1, gray, head, name)
         out[:] = cut_exactly(Image.fromarray(x[..., 0] if gray else x), c)
     else:

@@ -157,7 +157,7 @@ _GENERATORS = random.Random, np.random.RandomState, np.random.Generator, torch.G
 
 @patch
 def generator(self:Describer, o): # o: a generator of random numbers
-    "Fail, unless it is one of the process, of which is found out whether it is used"
+    "Refuse one of its own; those of the process are watched while items are made"
     if o in (random._inst, np.random.mtrand._rand, torch.default_generator): return ['generator', type(o).__name__]
     self.refuse(f'it holds a {type(o).__name__}, which draws at random. Derive it from RandTransform, and give it as '
                 'an item transform: it is then done anew for each item')

@@ -21,7 +21,7 @@ from ..measure.edges import _Compiling, _device_clock
 from ..measure.loader import TimedLoader, batch_size
 from ..measure.phases import Profile
 from ..measure.profiler import Profiler
-from ..measure.remedies import model_remedies
+from ..measure.remedies import is_compiled, model_remedies
 from ..measure.stopwatch import COPY, DRAW, DRAWN, END, FIRST, LAST, Stopwatch
 from .hooks import ModelHooks, add_optimizer, add_scaler, before_once
 from .regions import OTHER, OPT_STEP, REGIONS, Regions
@@ -107,7 +107,7 @@ def __exit__(self:StepProfiler, kind, error, trace):
 def _parts(model):
     "Return the parts of a model that hold weights themselves; none of a compiled one"
     parts = list(model.modules()) if isinstance(model, torch.nn.Module) else []
-    if any(hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) for m in parts): return []
+    if any(map(is_compiled, parts)): return []
     return [m for m in parts if next(m.parameters(recurse=False), None) is not None]
 
 @patch

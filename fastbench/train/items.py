@@ -32,7 +32,7 @@ def _told(o):
 def _items(dataset):
     "What the items are made of; None where that cannot be looked at without making them"
     if isinstance(dataset, Subset): return dataset.indices
-    items = getattr(dataset, 'texts', None) or getattr(dataset, 'items', dataset)
+    items = getattr(dataset, 'texts', getattr(dataset, 'items', dataset))
     if hasattr(items, 'iloc'): items = items.index
     return items if type(items) in (list, tuple, range, L) or isinstance(items, (np.ndarray, pd.Index)) else None
 
