@@ -47,6 +47,14 @@ def one_line(e): assert '\n' not in str(e.value), str(e.value); return str(e.val
 def threads(): return [o for o in threading.enumerate() if o.name.startswith('fastbench-draw')]
 
 
+def settled(begun, want):
+    "How many are begun once `want` are, however busy the machine, and a moment has passed in which more could be"
+    until = time.monotonic() + 60
+    while len(begun) < want and time.monotonic() < until: time.sleep(.01)
+    time.sleep(.1)
+    return len(begun)
+
+
 @pytest.fixture(autouse=True)
 def no_thread_left():
     yield
@@ -265,8 +273,7 @@ def test_nothing_is_begun_beyond_one_batch(folder):
     del seen[:]
     it = iter(dl)
     next(it)
-    time.sleep(.5)
-    assert 4 < len(seen) <= 4*(1 + dl.prefetch)  # bounded
+    assert settled(seen, 4*(1 + dl.prefetch)) == 4*(1 + dl.prefetch)  # bounded
     del it
 
 
@@ -283,19 +290,16 @@ def test_the_next_batch_begins_when_one_is_transformed(folder, monkeypatch, wrap
     dl = seeded(folder, partial(PoolDL, threads=2, prefetch=1)).new(after_batch=[Slow()])
     own, dl.parts.file = dl.parts.file, lambda i: begun.append(i) or own(i)
     for i, _ in enumerate(wrap(dl)):
-        time.sleep(.1)
-        assert len(begun) == min(4*(i + 2), 24)
+        assert settled(begun, want := min(4*(i + 2), 24)) == want
     assert seen == [4, 8, 12, 16, 20, 24] and 'begin_more' not in vars(dl)
 
 
 def test_a_loop_that_begins_nothing_has_the_next_batch_begun(folder):
     "Another loader around it, such as fastai's `DistributedDL`"
     begun, made = [], in_threads((([], [i]) for i in range(6)), lambda made, o: begun.append(o), 2, ahead=1, hand=lambda more: None)
-    seen = []
-    for _ in made:
-        time.sleep(.05)
-        seen.append(len(begun))
-    assert seen == [1, 2, 4, 5, 6, 6]
+    wants = [1, 2, 4, 5, 6, 6]
+    for i, _ in enumerate(made): assert settled(begun, wants[i]) == wants[i]
+    assert i == 5
 
 
 def test_pickled(folder):
