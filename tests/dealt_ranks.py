@@ -1,8 +1,10 @@
 "What each of two processes does in test_dealt.py: train as people do with fastai's and PyTorch's loaders, and the same in one process with batches of both"
 import json, os, sys, warnings
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 import fastai.callback.schedule  # adds lr_find
 from fastai.callback.core import Callback, CancelStepException
 from fastai.callback.progress import CSVLogger
@@ -11,7 +13,7 @@ from fastai.data.core import DataLoaders, Datasets, TfmdDL
 from fastai.data.load import DataLoader
 from fastai.data.transforms import RandomSplitter
 from fastai.learner import load_learner
-from fastai.losses import CrossEntropyLossFlat
+from fastai.losses import CrossEntropyLossFlat, FocalLossFlat, LabelSmoothingCrossEntropy
 from torch import nn
 from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
 from torch.utils.data import DataLoader as TorchDL
@@ -83,6 +85,7 @@ CASES = dict(class_weights=lambda: dict(loss_func=CrossEntropyLossFlat(weight=WE
              nll=lambda: dict(loss_func=nn.NLLLoss(weight=WEIGHT), model=nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1))),
              ignored=lambda: dict(ignoring(), loss_func=CrossEntropyLossFlat(axis=1, ignore_index=255)), weights_and_ignored=lambda: dict(ignoring(), loss_func=nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=255)),
              probabilities=lambda: dict(dls=fastai_dls(torch.eye(3)[Y]*.8 + .1), loss_func=nn.CrossEntropyLoss(weight=WEIGHT)),
+             partly=lambda: dict(loss_func=partial(F.cross_entropy, weight=WEIGHT)), partly_ignored=lambda: dict(ignoring(), loss_func=partial(F.cross_entropy, ignore_index=255)),
              own_count=lambda: dict(loss_func=nn.CrossEntropyLoss(weight=WEIGHT.flip(0)), n_targets=lambda yb: WEIGHT.flip(0)[yb[0]].sum()),
              drop_last=lambda: dict(dls=fastai_dls(n=58, used=48, drop_last=True)), thawed=lambda: dict(model=two_layers(), cbs=[Thaws()], splitter=lambda m: [list(m[0].parameters()), list(m[2].parameters())]), frozen=lambda: dict(model=two_layers(), cbs=[Freezes(), GradientAccumulation(32)]),
              collate=lambda: dict(dls=torch_dls(collate_fn=tripled)), sampler=lambda: dict(dls=torch_dls(sampler=Halves())), torch_loader=lambda: dict(dls=torch_dls()))
@@ -199,6 +202,23 @@ def another_split(strategy):
     return said(f)
 
 
+def dropping(p, y): return F.cross_entropy(F.dropout(p, .5), y)  # draws
+
+
+def of_pairs(p, y): return (p[:, None] - p).pow(2).mean()  # compares samples
+
+
+LOSSES = dict(smooth=LabelSmoothingCrossEntropy(weight=WEIGHT), of_pairs=of_pairs, even=LabelSmoothingCrossEntropy(), focal=FocalLossFlat(weight=WEIGHT), drawn=dropping, plain=nn.CrossEntropyLoss(weight=WEIGHT))
+
+
+def lines_of(loss_func, strategy):
+    "What is said in a fit about a loss, and whether the next random number is that of processes that say nothing"
+    with warnings.catch_warnings(record=True) as got:
+        warnings.simplefilter('always')
+        with (learn := learner(loss_func=loss_func)).distributed(strategy, cpu=True, tell=lambda o: None): fit(learn)
+    return [str(o.message) for o in got if 'several processes' in str(o.message)], group.gather(torch.rand(1).item())
+
+
 def unused(strategy):
     def f():
         with (learn := learner(model=Spare())).distributed(strategy, cpu=True, tell=lambda o: None): fit(learn)
@@ -242,6 +262,7 @@ def main(folder):
             learn = learner(**f())
             with learn.distributed(strategy, cpu=True, tell=lambda o: None): fit(learn)
             own['equal'][k] = dict(apart=apart(ones[k].model, learn.model), want=seen(ones[k]), got=seen(learn))
+        own['lines'] = {k: lines_of(f, strategy) for k, f in LOSSES.items()}
         own['history'] = history(folder, strategy)
         group.barrier()
         own |= dict(split=another_split(strategy), alone=alone_in_a_step(strategy), option=wrong_option(strategy), unused=unused(strategy), exported=exported(folder, strategy))

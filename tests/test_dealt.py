@@ -28,6 +28,16 @@ def test_two_processes_train_as_one_with_the_batches_of_both(two, strategy, name
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
+def test_a_loss_that_is_no_mean_over_its_targets_is_said_once(two, strategy):
+    "By the first process, without a number drawn"
+    for i, r in enumerate(two):
+        for name, (lines, numbers) in r[strategy]['lines'].items():
+            assert len(lines) == (i == 0 and name in ('smooth', 'of_pairs')), name
+            assert len(set(numbers)) == 1
+            if lines: assert {'smooth': 'LabelSmoothingCrossEntropy', 'of_pairs': 'of_pairs'}[name] in lines[0] and 'learn.n_targets' in lines[0] and '\n' not in lines[0]
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
 def test_the_first_process_writes_the_history(two, strategy):
     for r in two: assert r[strategy]['history'] == ['epoch', '0', '1']*2
 
