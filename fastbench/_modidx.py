@@ -5725,6 +5725,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fastbench/train/resume.py'),
                                         'fastbench.train.resume.CheckpointEvery.__init__': ( 'train/resume.html#checkpointevery.__init__',
                                                                                              'fastbench/train/resume.py'),
+                                        'fastbench.train.resume.CheckpointEvery._by_another': ( 'train/resume.html#checkpointevery._by_another',
+                                                                                                'fastbench/train/resume.py'),
                                         'fastbench.train.resume.CheckpointEvery._due': ( 'train/resume.html#checkpointevery._due',
                                                                                          'fastbench/train/resume.py'),
                                         'fastbench.train.resume.CheckpointEvery._elsewhere': ( 'train/resume.html#checkpointevery._elsewhere',

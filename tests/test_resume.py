@@ -669,3 +669,10 @@ def test_on_cuda_a_resumed_training_has_the_same_losses(tmp_path, monkeypatch, p
     whole, folder = fit(), tmp_path/'checkpoints'
     with pytest.raises(KeyboardInterrupt): fit(CheckpointEvery(steps=4, folder=folder), Cut())
     assert fit(CheckpointEvery(steps=4, folder=folder, resume=True)) == whole and len(whole) == 30
+
+
+def test_a_second_learner_is_told_that_it_takes_the_first_ones_weights(tmp_path):
+    said, learns = [], [make(tmp_path) for _ in range(2)]
+    for learn in [learns[0], *learns]:
+        with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=CheckpointEvery(steps=2, resume=True, folder='shared', tell=said.append))
+    assert len(said) == 1 and 'was finished, by another Learner of this process (one that is to be trained itself needs a folder of its own), and is not trained again' in said[0]

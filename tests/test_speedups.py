@@ -311,7 +311,8 @@ def test_what_cannot_be_compiled_is_one_line():
 
 def test_unknown_backend_and_mode():
     for kw in (dict(backend='indoctor'), dict(mode='fastest')):
-        with pytest.raises(UserError, match='compile'): make(Compile(**kw)).fit(1)
+        with pytest.raises(UserError, match='compile|inductor') as e: make(Compile(**kw)).fit(1)
+        assert {'indoctor': "did you mean: 'inductor'", 'fastest': 'Known: default, reduce-overhead, max-autotune'}[next(iter(kw.values()))] in str(e.value)
 
 
 def test_a_model_compiled_already_is_refused():

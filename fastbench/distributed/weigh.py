@@ -110,7 +110,9 @@ def halves_of(loss_func, # Called with outputs and targets
     if not n or hasattr(loss_func, '__self__'): return None
     f = deepcopy(loss_func) if isinstance(loss_func, nn.Module) else loss_func
     pred = apply(lambda t: t.float() if t.is_floating_point() else t, pred) # half precision would be too coarse
-    def half(rows): return (float(f(*apply(lambda t: t[rows], (pred, *yb))).mean()), float(count(apply(lambda t: t[rows], yb))))
+    def half(rows):
+        p,*y = apply(lambda t: t[rows], (pred, *yb))
+        return float(f(p, *y).mean()),float(count(tuple(y)))
     whole,again = (float(f(pred, *yb).mean()) for _ in range(2))
     (a,na),(b,nb) = half(slice(n)),half(slice(n, None))
     return (whole,(a*na + b*nb)/(na+nb)) if whole == again and na and nb else None
@@ -132,8 +134,8 @@ def _check_mean(self:WeighShares):
 
 def _name(f): return getattr(f, '__name__', None) or type(getattr(f, 'func', f)).__name__
 
-_NO_MEAN = ('several processes: the loss of a batch ({}) is {:.4g}, and its halves give {:.4g}: it is no mean over samples, '
-            'so training will differ from that of one process; if it divides by something else, set '
+_NO_MEAN = ('several processes: the loss of a batch ({}) is {:.4g}, and its halves give {:.4g}: it is no mean over '
+            'samples, so training will differ from that of one process; if it divides by something else, set '
             'learn.n_targets = lambda yb: ...')
 
 

@@ -24,7 +24,7 @@ from .fast import fast_images
 from .pace import Metronome, Pace, Repeated, copies_ahead, files_of, forget_files
 from .pace import host_loader, loader_pace, same_order, step_pace, together
 from .swap import fast_augment
-from ..errors import UserError
+from ..errors import UserError, plural
 from ..machine.environment import cores, worker_cores
 from ..measure.clock import train_device
 from ..measure.stations import timed_stations
@@ -273,7 +273,9 @@ def diagnose_input(self:Learner,
     if dl.n is None:
         raise UserError('diagnose_input: this loader does not know how many items there are, as '
                         f'{type(dl.dataset).__name__} has no length: give it n=')
-    if len(dl) < 5: raise UserError(f'an epoch has {len(dl)} batches, too few to measure: it takes 5. Use a smaller bs')
+    if len(dl) < 5:
+        raise UserError(f"an epoch has {plural(len(dl), 'batch', 'batches')}, too few to measure: it takes 5. "
+                        'Use a smaller bs')
     most,each = cores()['usable'],seconds/10
     with ExitStack() as stack:
         for o in (rng_kept(device), model_kept(self.model), parked(self.opt, device)): stack.enter_context(o)

@@ -16,6 +16,7 @@ from .checkpoint import CheckpointError
 from .items import told_items
 from .state import device_of, from_plain, loaders_of, set_fit_state, set_loaders, set_rng_state, to_plain
 from .together import is_elsewhere
+from ..errors import plural
 
 # %% ../../nbs/train/14_replay.ipynb #a25ac01a
 def _opt_name(opt):
@@ -154,7 +155,7 @@ def _as_many(self:Replay):
     "An epoch has as many batches as it had, unless other processes share them"
     at,n = self.at,n_batches(self.learn)
     if not is_elsewhere(at) and at.get('batches', n) != n:
-        raise CheckpointError(f"the loader has {n} batches in this epoch, and had {at['batches']} when the checkpoint "
+        raise CheckpointError(f"the loader has {plural(n, 'batch', 'batches')} in this epoch, and had {at['batches']} when the checkpoint "
                               'was written: did a callback change it in an earlier epoch? Let it say so in each epoch, '
                               'or begin anew in another folder')
 

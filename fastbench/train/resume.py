@@ -9,7 +9,7 @@ __all__ = ['CheckpointEvery']
 import signal, threading, time
 from datetime import datetime, timezone
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from fastai.callback.core import Callback, CancelFitException
@@ -29,6 +29,7 @@ from .together import is_elsewhere, read_together, save_together
 # %% ../../nbs/train/15_resume.ipynb #5f5e5dd9
 _finished = WeakKeyDictionary()  # Learner -> folder -> how many fits with checkpoints in it are over
 _untrained = WeakKeyDictionary()  # Learner -> numbers of its layers before its first fit with checkpoints
+_trained_here = {}  # folder -> reference to the Learner whose fit ended there last
 
 class CheckpointEvery(Callback):
     "Write a checkpoint of the fit every few minutes or steps; with `resume=True`, go on from the last one"
@@ -112,12 +113,17 @@ def _say(self:CheckpointEvery, line):
 
 # %% ../../nbs/train/15_resume.ipynb #25f6df86
 @patch
+def _by_another(self:CheckpointEvery):
+    if _trained_here.get(str(self.where), lambda: self.learn)() is self.learn: return ''
+    return ', by another Learner of this process (one that is to be trained itself needs a folder of its own),'
+
+@patch
 def _skip(self:CheckpointEvery, header, path):
     "This fit was over: what it came to is in the checkpoint"
     if header['fit'] == self._fit:
         all_or_none(lambda: check_same(header, self.learn, path))
         set_fit_state(self.learn, read_together(path, header, self.learn)['fit'])
-    self._say(f'{path}: fit {self._fit+1} was finished and is not trained again')
+    self._say(f'{path}: fit {self._fit+1} was finished{self._by_another()} and is not trained again')
     self.resumed = [*self.resumed, header['train_iter']]
     for cb in self.learn.cbs:
         if cb is not self: cb.run = False  # until the end of this fit
@@ -299,6 +305,7 @@ def _fit_over(self:CheckpointEvery):
     if not self.stopped:
         self._write(self.learn.n_epoch, 'train', 0, done=True)
         _finished[self.learn][str(self.where)] += 1
+        _trained_here[str(self.where)] = ref(self.learn)
     self._leave()
     if self._signal:
         name,code = signal.Signals(self._signal).name,128 + self._signal
