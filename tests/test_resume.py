@@ -676,3 +676,10 @@ def test_a_second_learner_is_told_that_it_takes_the_first_ones_weights(tmp_path)
     for learn in [learns[0], *learns]:
         with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=CheckpointEvery(steps=2, resume=True, folder='shared', tell=said.append))
     assert len(said) == 1 and 'was finished, by another Learner of this process (one that is to be trained itself needs a folder of its own), and is not trained again' in said[0]
+
+
+def test_with_fastais_own_processes_the_way_to_checkpoints_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr('fastbench.train.resume.world_size', lambda: 2)
+    learn = make(tmp_path)
+    learn.distributed_trainer = object()  # as in its distrib_ctx
+    with pytest.raises(UserError, match="2 processes were started, but fastai's distrib_ctx writes none: `with learn.distributed"): learn.fit(1, cbs=CheckpointEvery())

@@ -102,7 +102,7 @@ def test_a_bad_checkpoint_is_the_error_of_one_process(bad, rank, why, seen):
 
 
 def test_processes_that_train_apart_are_told_so(seen):
-    assert all('2 processes were started, but each trains this Learner by itself' in o['error'] for o in seen['apart'])
+    assert all('2 processes were started, but each trains by itself' in o['error'] for o in seen['apart'])
 
 
 def test_processes_that_are_started_anew_go_on_from_the_last_checkpoint(tmp_path):

@@ -97,8 +97,10 @@ def before_fit(self:CheckpointEvery):
 def _look(self:CheckpointEvery, known):
     "The last checkpoint and its header, as the first process finds them"
     if world_size() > 1 and not hasattr(self.learn, 'decide_together'):
-        raise CheckpointError(f'{world_size()} processes were started, but each trains this Learner by itself: `with '
-                              'learn.distributed(): learn.fit(...)` lets them train together, with one checkpoint')
+        own = hasattr(self.learn, 'distributed_trainer')
+        apart = "fastai's distrib_ctx writes none" if own else 'each trains by itself'
+        raise CheckpointError(f'{world_size()} processes were started, but {apart}: `with learn.distributed(): '
+                              'learn.fit(...)` lets them train together, with one checkpoint')
     def look():
         found = checkpoints(self.where)
         if found and not self.resume and not known:
