@@ -9,7 +9,7 @@ from torch import nn
 
 import fastbench.train.batch_size
 import fastbench.measure.profiler
-from fastbench.distributed.ranks import RankDL
+from fastbench.distributed.dealt import RankDL
 from fastbench.train.loop import FastLoop
 from fastbench.train.learner import BenchLearner
 from fastbench.train.transfer import CopiesAhead

@@ -28,6 +28,11 @@ def test_two_processes_train_as_one_with_the_batches_of_both(two, strategy, name
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
+def test_metrics_of_segmentation_and_translation_are_those_of_the_whole_set(two, strategy):
+    for r in two: assert r[strategy]['metrics']['got'] == pytest.approx(r[strategy]['metrics']['want'], abs=1e-5)
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
 def test_a_loss_that_is_no_mean_over_its_targets_is_said_once(two, strategy):
     "By the first process, without a number drawn"
     for i, r in enumerate(two):

@@ -28,7 +28,7 @@ from fasttransform import ItemTransform, Pipeline, Transform
 from PIL import Image
 from scipy.stats import ks_2samp
 
-from fastbench.distributed.ranks import RankDL
+from fastbench.distributed.dealt import RankDL
 from fastbench.draw.cached import cached
 from fastbench.draw.cut import CannotPlan, Crop, CropPlan, cut, cut_pixels, pick_divisor
 from fastbench.draw.decode import CorruptImage, decoders, read_header
