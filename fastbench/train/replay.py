@@ -155,9 +155,9 @@ def _as_many(self:Replay):
     "An epoch has as many batches as it had, unless other processes share them"
     at,n = self.at,n_batches(self.learn)
     if not is_elsewhere(at) and at.get('batches', n) != n:
-        raise CheckpointError(f"the loader has {plural(n, 'batch', 'batches')} in this epoch, and had {at['batches']} when "
-                              'the checkpoint was written: did a callback change it in an earlier epoch? Let it say so in each epoch, '
-                              'or begin anew in another folder')
+        raise CheckpointError(f"the loader has {plural(n, 'batch', 'batches')} in this epoch, and had {at['batches']} "
+                              'when the checkpoint was written: did a callback change it in an earlier epoch? Let it '
+                              'say so in each epoch, or begin anew in another folder')
 
 @patch
 def _too_few(self:Replay):
