@@ -422,7 +422,7 @@ def test_a_thread_that_hangs_is_named_with_its_place(folder):
     at = []
     dls = loaders(folder, get_y=slow)
     dls = DataLoaders(dls.train.new(shuffle=False), dls.valid)
-    dl = fast_images(dls, threads=2, item_timeout=.4).train
+    dl = fast_images(dls, threads=2, item_timeout=2.).train
     at.append(dls.train_ds.items[8])
     try:
         with pytest.raises(StuckWorker, match=at[0].name + r' for .* slow \(test_draw_loader.py:\d+\)') as e: list(dl)

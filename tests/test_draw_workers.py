@@ -80,8 +80,8 @@ def test_an_error_is_its_own():
 def test_who_computes_for_long_is_not_disturbed():
     "A worker may wait for the main process as long as it takes"
     seen = []
-    for b in dl(lambda: None, timeout=.3):
-        time.sleep(.4)
+    for b in dl(lambda: None, timeout=2.):
+        if not seen: time.sleep(2.5)
         seen += b.tolist()
     assert sorted(seen) == list(range(12))
 
