@@ -6,6 +6,7 @@ import pytest
 pytest.importorskip('accelerate')
 import dealt_ranks
 import processes
+from fastbench.errors import UserError
 from started import done_by_all
 
 STRATEGIES = 'ddp', 'fsdp'
@@ -95,3 +96,20 @@ def test_weights_that_nothing_uses_are_named(two):
         line = r['ddp']['unused'].splitlines()[-1]
         assert r['ddp']['unused'].startswith('UserError') and 'spare.weight, spare.bias' in line and "strategy='fsdp'" in line
         assert r['fsdp']['unused'] is None
+
+
+TOLD = dict(MIXED_PRECISION=('bf16', "mixed_precision='bf16'.*the Learner trains in fp32"), DYNAMO_BACKEND=('INDUCTOR', 'ACCELERATE_DYNAMO_BACKEND=inductor.*learn.compile'), USE_FSDP=('true', "strategy='fsdp'"))
+
+
+@pytest.mark.parametrize('name', TOLD)
+def test_what_accelerate_launch_says_of_the_model_is_refused(monkeypatch, name):
+    value, why = TOLD[name]
+    monkeypatch.setenv(f'ACCELERATE_{name}', value)
+    learn = dealt_ranks.learner()
+    with pytest.raises(UserError, match=why), learn.distributed('ddp', cpu=True, tell=lambda o: None): dealt_ranks.fit(learn, 1)
+
+
+def test_options_of_accelerate_go_through_the_learner():
+    learn = dealt_ranks.learner()
+    with pytest.raises(UserError, match="tell the Learner"), learn.distributed('ddp', cpu=True, mixed_precision='bf16', tell=lambda o: None): dealt_ranks.fit(learn, 1)
+    with learn.distributed('ddp', cpu=True, mixed_precision='no', tell=lambda o: None): dealt_ranks.fit(learn, 1)

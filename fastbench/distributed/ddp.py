@@ -18,7 +18,7 @@ from ..compat import is_view
 from .strategy import Strategy, register_strategy
 from ..errors import UserError, check_taken
 from ..machine.group import heed_srun, world_size
-from ..measure.clock import train_device
+from ..measure.clock import train_device, train_precision
 from ..measure.profiler import noted
 from ..measure.stopwatch import BUFFER_SYNC, LAST
 
@@ -27,6 +27,21 @@ bn_types = nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d
 
 def _norms(model): # not subclasses, such as a ghost batch norm: their batches are of a size of their own
     return {n: m for n,m in model.named_modules() if n and type(m) in bn_types}
+
+_switches = dict(DYNAMO_BACKEND='learn.compile()', USE_FSDP="strategy='fsdp'", USE_DEEPSPEED="strategy='zero2'",
+                 USE_MEGATRON_LM='another library')
+
+def _check_told(kwargs, learn):
+    "Refuse what Accelerate was told to do to the model and the Learner does not know of"
+    def told(k): return os.environ.get(f'ACCELERATE_{k}', 'no').lower()
+    asked = kwargs.get('mixed_precision') or told('MIXED_PRECISION')
+    if asked != 'no' and asked != (have := train_precision(learn)): raise UserError(
+        f"Accelerate was told mixed_precision={asked!r} (accelerate launch, its configuration, or an option), and the "
+        f'Learner trains in {have}: tell the Learner, as by learn.to_bf16(), or say mixed_precision=no')
+    for k in _switches:
+        if told(k) not in ('', 'no', 'false', '0'): raise UserError(
+            f"ACCELERATE_{k}={told(k)} (accelerate launch, or its configuration) is not for strategy 'ddp': leave it "
+            f'out, and take {_switches[k]}')
 
 @register_strategy
 class DDP(Strategy):
@@ -41,7 +56,9 @@ class DDP(Strategy):
         if world_size() > 1 and (gpu := train_device(learn)).type == 'cuda':
             os.environ['LOCAL_RANK'] = str(gpu.index) # the GPU that Accelerate takes
         check_taken(Accelerator, self.kwargs, "option of strategy 'ddp'")
-        self.accelerator = Accelerator(**_with_views(self.kwargs))
+        _check_told(self.kwargs, learn)
+        try: self.accelerator = Accelerator(**_with_views(self.kwargs) | dict(mixed_precision='no'))
+        except ValueError as e: raise UserError(f'Accelerate: {str(e).splitlines()[0]}') from e
 
     def wrap(self, model):
         if self.sync_bn and next(model.parameters()).device.type == 'cuda':
