@@ -22,26 +22,28 @@ from ..measure.clock import train_device, train_precision
 from ..measure.profiler import noted
 from ..measure.stopwatch import BUFFER_SYNC, LAST
 
-# %% ../../nbs/distributed/03_ddp.ipynb #b7f7e54c
-bn_types = nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d
-
-def _norms(model): # not subclasses, such as a ghost batch norm: their batches are of a size of their own
-    return {n: m for n,m in model.named_modules() if n and type(m) in bn_types}
-
+# %% ../../nbs/distributed/03_ddp.ipynb #told0003
 _switches = dict(DYNAMO_BACKEND='learn.compile()', USE_FSDP="strategy='fsdp'", USE_DEEPSPEED="strategy='zero2'",
                  USE_MEGATRON_LM='another library')
 
 def _check_told(kwargs, learn):
     "Refuse what Accelerate was told to do to the model and the Learner does not know of"
-    def told(k): return os.environ.get(f'ACCELERATE_{k}', 'no').lower()
+    def told(k): return os.environ.get(f'ACCELERATE_{k}', '').lower() or 'no'
     asked = kwargs.get('mixed_precision') or told('MIXED_PRECISION')
     if asked != 'no' and asked != (have := train_precision(learn)): raise UserError(
         f"Accelerate was told mixed_precision={asked!r} (accelerate launch, its configuration, or an option), and the "
         f'Learner trains in {have}: tell the Learner, as by learn.to_bf16(), or say mixed_precision=no')
     for k in _switches:
-        if told(k) not in ('', 'no', 'false', '0'): raise UserError(
+        if told(k) not in ('no', 'false', '0'): raise UserError(
             f"ACCELERATE_{k}={told(k)} (accelerate launch, or its configuration) is not for strategy 'ddp': leave it "
             f'out, and take {_switches[k]}')
+
+
+# %% ../../nbs/distributed/03_ddp.ipynb #b7f7e54c
+bn_types = nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d
+
+def _norms(model): # not subclasses, such as a ghost batch norm: their batches are of a size of their own
+    return {n: m for n,m in model.named_modules() if n and type(m) in bn_types}
 
 @register_strategy
 class DDP(Strategy):
