@@ -1498,6 +1498,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastbench/distributed/ddp.py'),
                                            'fastbench.distributed.ddp.DDP.wrap': ( 'distributed/ddp.html#ddp.wrap',
                                                                                    'fastbench/distributed/ddp.py'),
+                                           'fastbench.distributed.ddp._accelerator': ( 'distributed/ddp.html#_accelerator',
+                                                                                       'fastbench/distributed/ddp.py'),
                                            'fastbench.distributed.ddp._check_told': ( 'distributed/ddp.html#_check_told',
                                                                                       'fastbench/distributed/ddp.py'),
                                            'fastbench.distributed.ddp._norms': ( 'distributed/ddp.html#_norms',

@@ -38,6 +38,12 @@ def _check_told(kwargs, learn):
             f"ACCELERATE_{k}={told(k)} (accelerate launch, or its configuration) is not for strategy 'ddp': leave it "
             f'out, and take {_switches[k]}')
 
+def _accelerator(kwargs, learn):
+    check_taken(Accelerator, kwargs, "option of strategy 'ddp'")
+    _check_told(kwargs, learn)
+    try: return Accelerator(**_with_views(kwargs) | dict(mixed_precision='no'))
+    except ValueError as e: raise UserError(f'Accelerate: {str(e).splitlines()[0]}') from e
+
 
 # %% ../../nbs/distributed/03_ddp.ipynb #b7f7e54c
 bn_types = nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d
@@ -57,10 +63,7 @@ class DDP(Strategy):
         heed_srun()
         if world_size() > 1 and (gpu := train_device(learn)).type == 'cuda':
             os.environ['LOCAL_RANK'] = str(gpu.index) # the GPU that Accelerate takes
-        check_taken(Accelerator, self.kwargs, "option of strategy 'ddp'")
-        _check_told(self.kwargs, learn)
-        try: self.accelerator = Accelerator(**_with_views(self.kwargs) | dict(mixed_precision='no'))
-        except ValueError as e: raise UserError(f'Accelerate: {str(e).splitlines()[0]}') from e
+        self.accelerator = _accelerator(self.kwargs, learn)
 
     def wrap(self, model):
         if self.sync_bn and next(model.parameters()).device.type == 'cuda':
