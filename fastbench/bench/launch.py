@@ -11,7 +11,7 @@ from collections import deque
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from .child import STOPS, Stop, has_room, left_running, mask, pack, set_variable, settle, unpack
+from .child import STOPS, Stop, has_room, keep_loaders, left_running, mask, pack, set_variable, settle, unpack
 from ..machine.environment import environment, variables
 from ..errors import UserError
 from ..recipe import as_dict, get_recipe
@@ -63,6 +63,7 @@ def _child(conn, control, parcel, folder, offline, born_with, output, options):
         settle(stop, control, offline, born_with, output)
         tell(dict(phase='start', pid=os.getpid()))
         from fastbench.bench.imports import run_recipe
+        keep_loaders()
         run = run_recipe(unpack(parcel), tell=tell, stop=stop, offline=offline, **options)
         run.warnings += left_running()
         last = 'run', str(save(run, folder)), run.status

@@ -40,8 +40,8 @@ def stand_still():
     while True: time.sleep(1)
 
 
-def make(what: str = '', epochs: int = 1, lr: float = .1):
+def make(what: str = '', epochs: int = 1, lr: float = .1, workers: int = 0):
     torch.manual_seed(0)
     items = [(torch.randn(8), i % 2) for i in range(64 if what == 'fewer' and os.environ.get('RANK') == '1' else 128)]
-    dls = DataLoaders(DataLoader(Late(items) if what == 'late' else items, bs=4), DataLoader(items[:16], bs=4))
+    dls = DataLoaders(DataLoader(Late(items) if what == 'late' else items, bs=4, num_workers=workers), DataLoader(items[:16], bs=4))
     return Learner(dls, nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), metrics=accuracy, cbs=Trouble(what), lr=lr)
