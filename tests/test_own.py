@@ -489,6 +489,22 @@ def test_a_parameter_that_is_called_as_the_recipe_calls_itself_is_named(home, k)
     assert len(ladder_recipes(f'{file}:mine', [Rung('four', 'smaller batches', dict(bs=4))])) == 2
 
 
+@pytest.mark.parametrize('k', ['about', 'build', 'fit', 'inert', 'kind', 'own', 'parameters', 'quiet', 'source'])
+def test_a_parameter_with_the_name_of_something_of_the_recipe_keeps_its_default(home, k):
+    "It is called all the same, and where it is set, that is said"
+    (home/'taken.py').write_text(TRAIN + f"\ndef mine({k}='ours', bs=16):\n    assert {k} == 'ours'\n    return make(bs)\n")
+    r = get_recipe(f'{home}/taken.py:mine', bs=8)
+    assert run_recipe(r, device='cpu', precision='fp32').status == 'ok' and as_dict(r)['kind'] == 'Function'
+    with pytest.raises(UserError, match=f"^taken.py:mine has a parameter {k!r}, and that is what a recipe calls its own {k}"): but(r, **{k: 'x'})
+    (home/'taken.py').write_text(TRAIN + f'\ndef needy({k}): return make()\n')
+    with pytest.raises(UserError, match=f'has a parameter {k!r}'): get_recipe(f'{home}/taken.py:needy').ready()
+
+
+def test_a_parameter_that_goes_by_position_is_given_so(home):
+    (home/'placed.py').write_text(TRAIN + '\ndef mine(n, bs=16, /, act="relu"):\n    assert (n, bs, act) == (32, 16, "mish"), (n, bs, act)\n    return make(bs, n=n)\n')
+    assert run_recipe(f'{home}/placed.py:mine', device='cpu', n=32, act='mish').status == 'ok'
+
+
 def test_an_annotation_in_quotes_counts(home):
     (home/'own_quoted.py').write_text(TRAIN + '\ndef mine(bs: "int" = 8, lr: "float | None" = None): return make(bs)\n')
     with pytest.raises(UserError, match="bs='abc' cannot be: bs .* is a whole number"): get_recipe(f'{home}/own_quoted.py:mine', bs='abc')

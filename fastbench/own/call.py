@@ -256,13 +256,18 @@ def build(recipe, # A recipe of a function
     if wd is not None: learn.wd = wd
     return learn
 
+def _called(f, recipe):
+    given,all_ = recipe.arguments(),inspect.signature(f).parameters.values()
+    first = [given.pop(o.name, o.default) for o in all_ if o.kind is o.POSITIONAL_ONLY]
+    return f(*first, **given)
+
 def _call(recipe):
     "Call the function and check what it returns"
     source = recipe.source
-    if not isinstance(source, Source): learn,fit = check_returned(source.f(**recipe.arguments()), recipe.function)
+    if not isinstance(source, Source): learn,fit = check_returned(_called(source.f, recipe), recipe.function)
     else:
         open_imports(source)
-        learn,fit = check_returned(_function(source)(**recipe.arguments()), recipe.function)
+        learn,fit = check_returned(_called(_function(source), recipe), recipe.function)
         check_imports(source)
     if fit is not None: _check_fit(recipe)
     return learn,fit
