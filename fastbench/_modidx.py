@@ -3858,6 +3858,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastbench.own.call._items_wanted': ('own/call.html#_items_wanted', 'fastbench/own/call.py'),
                                     'fastbench.own.call._module': ('own/call.html#_module', 'fastbench/own/call.py'),
                                     'fastbench.own.call._moved': ('own/call.html#_moved', 'fastbench/own/call.py'),
+                                    'fastbench.own.call._not_imported': ('own/call.html#_not_imported', 'fastbench/own/call.py'),
                                     'fastbench.own.call._placed': ('own/call.html#_placed', 'fastbench/own/call.py'),
                                     'fastbench.own.call._remember': ('own/call.html#_remember', 'fastbench/own/call.py'),
                                     'fastbench.own.call._shown': ('own/call.html#_shown', 'fastbench/own/call.py'),

@@ -56,6 +56,8 @@ def asks(): return make(bs=int(input('batch size? ')))
 def loud():
     for i in range(200_000): print('line', i)
     return make(bs=1/0)
+def leaves(): sys.exit(0)
+def leaves_late(): return make(), lambda learn: sys.exit('no more data')
 def starts():
     subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
     return make()
@@ -278,7 +280,7 @@ def test_a_failed_run_has_the_users_part_of_the_traceback(home):
 @pytest.mark.parametrize('name,code,said', [
     ('broken', 4, 'KeyError: \'nothing there\''), ('nothing', 2, 'returned None: did it forget `return learn`?'),
     ('pair', 2, 'the second is a function that fits it'), ('needs', 2, 'needs path, bs: give the parameter a default'),
-    ('asks', 4, 'it asks for input, and nobody is there to answer'), ('loud', 4, 'line 199999'), ('dies', 4, 'exit code 3'),
+    ('asks', 4, 'it asks for input, and nobody is there to answer'), ('loud', 4, 'line 199999'), ('leaves', 4, 'SystemExit: 0: it ends the whole process'), ('leaves_late', 4, 'SystemExit: no more data: it ends'), ('dies', 4, 'exit code 3'),
     ('later', 2, 'is async'), ('mak', 2, "did you mean 'make'"), ('threads', 0, 'changed threads from'),
     ('seeds', 0, 'seeds random numbers itself'), ('trains', 0, 'had trained 2 epochs before train.py:trains returned it'), ('starts', 0, '1 process that the training started still ran')])
 def test_what_is_wrong_is_said(home, tmp_path, monkeypatch, capfd, name, code, said):
@@ -451,6 +453,20 @@ def test_an_error_of_a_function_is_told_by_each_command_as_by_run(home, monkeypa
     code, out, err = command(monkeypatch, capsys, *words)
     assert code == 4 and err.splitlines()[-1] == "fastbench: train.py:broken failed: KeyError: 'nothing there'"
     assert 'def broken(): return _deeper()' in err and 'typer' not in err
+
+
+@pytest.mark.parametrize('words', ['doctor', 'find-batch-size'])
+def test_a_function_that_ends_the_process_is_no_success_of_a_command(home, monkeypatch, capsys, words):
+    monkeypatch.chdir(home)
+    code, out, err = command(monkeypatch, capsys, words, 'train.py:leaves', '--device', 'cpu')
+    assert code == 4 and err.splitlines()[-1].startswith('fastbench: train.py:leaves failed: SystemExit: 0')
+
+
+@pytest.mark.parametrize('line,said', [('import nothing_there', "ModuleNotFoundError: No module named 'nothing_there'"), ('sys.exit(2)', 'SystemExit: 2')])
+def test_a_bound_name_whose_file_cannot_be_run_is_one_line(home, tmp_path, monkeypatch, capsys, line, said):
+    (home/'fails.py').write_text(f'import sys\n{line}\nmake = make_learner\n')
+    code, out, err = command(monkeypatch, capsys, 'run', home/'fails.py:make', '--out', tmp_path)
+    assert code == 2 and err.count('\n') == 1 and err.startswith(f'fastbench: fails.py:make cannot be imported (fails.py, line 2): {said}')
 
 
 def test_the_largest_batch_of_a_function_without_workers(home, monkeypatch, capsys):

@@ -60,6 +60,12 @@ def test_an_error_of_one_ends_both_and_is_said_once(tmp_path):
     assert 'trouble.py' in run.traceback and (run.world_size, run.strategy) == (2, 'ddp')
 
 
+def test_one_that_ends_itself_ends_both_with_a_line_of_the_users_code(tmp_path):
+    run = launched(tmp_path, 'exit')
+    assert run.status == 'failed' and run.error.startswith('process 1: SystemExit: 0: it ends the whole process') and '\n' not in run.error
+    assert 'trouble.py' in run.traceback and 'rank.py' not in run.traceback
+
+
 def test_memory_that_runs_out_in_one_ends_both_and_says_what_needs_less(tmp_path):
     run = launched(tmp_path, 'memory')
     assert run.status == 'failed' and run.error.startswith('process 1: ') and 'out of memory on cpu: a batch of 4 does not fit' in run.error and "bs='largest'" in run.error

@@ -97,11 +97,19 @@ def import_function(source:Source # File and name
     try:
         f = _function(source)
         check_imports(source)
-    except BaseException:
+    except BaseException as e:
         close_imports(failed=True)
-        raise
+        if isinstance(e, (UserError, KeyboardInterrupt)): raise
+        raise _not_imported(source, e) from e
     close_imports()
     return f
+
+def _not_imported(source, e):
+    own = [o for o in traceback.extract_tb(e.__traceback__) if Path(o.filename).is_relative_to(source.root)]
+    at = f' ({Path(own[-1].filename).name}, line {own[-1].lineno})' if own else ''
+    what = ' '.join(f'{type(e).__name__}: {e}'.split())
+    return UserError(f'{source.given} cannot be imported{at}: {what}. It has no `def` of its own to read, so its file '
+                     'is run first')
 
 # %% ../../nbs/own/01_call.ipynb #24acb1ce
 def _a(o):

@@ -20,6 +20,7 @@ class Trouble(Callback):
         if self.what == 'once' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise ValueError('not yet')
         if self.what == 'killed once' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os.kill(os.getpid(), signal.SIGKILL)
         if self.what == 'error': raise ValueError('a sample of this process is bad')
+        if self.what == 'exit': raise SystemExit(0)
         if self.what == 'memory': raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
         if self.what == 'kill': os.kill(os.getpid(), signal.SIGKILL)
         if self.what == 'hang': stand_still()
