@@ -132,6 +132,7 @@ def main(path:str # Path of the file that says what to train
     spec = pickle.loads(Path(path).read_bytes())
     board = Board(spec['board'], int(os.environ.get('RANK', 0)))
     board.begin()
+    os.environ |= board.variables()
     code = 1
     try:
         quiet_process(spec['offline'])

@@ -90,6 +90,11 @@ def earlier(self:Board, what # 'here', 'error' or 'result'
     said = _read(self.file(what)) or {}
     return said if said.get('attempt', self.attempt) < self.attempt else {}
 
+@patch
+def variables(self:Board)->dict: # Name -> value
+    "Return the environment variables that are handed over in a file, not in a command that everybody sees"
+    return _read(self.folder/'variables.json') or {}
+
 # %% ../../nbs/distributed/10_board.ipynb #653445b4
 class Lookout:
     "End this process if it hangs or is left alone"
