@@ -352,6 +352,52 @@ def test_against_in_three_lines_of_ci(repo):
     assert git(repo, 'worktree', 'list').count('\n') == 0
 
 
+@pytest.mark.parametrize('absolute', [True, False])
+def test_in_a_hook_of_git_what_is_staged_stays_so(repo, monkeypatch, absolute):
+    "Git tells its hooks which index is theirs, and checking out another commit wrote into that"
+    git(repo, 'add', '.')
+    staged = git(repo, 'ls-files', '-s')
+    monkeypatch.chdir(repo)
+    monkeypatch.setenv('GIT_INDEX_FILE', str(repo/'.git'/'index') if absolute else '.git/index')
+    if absolute: monkeypatch.setenv('GIT_DIR', str(repo/'.git'))
+    with at_commit(find_source(f'{repo}/train.py:make'), 'HEAD') as other: assert (other.top/'sizes.py').is_file()
+    for o in ('GIT_INDEX_FILE', 'GIT_DIR'): monkeypatch.delenv(o, raising=False)
+    assert git(repo, 'ls-files', '-s') == staged
+
+
+def test_a_submodule_comes_along_at_its_own_commit(repo, tmp_path):
+    lib = tmp_path/'r'/'lib'
+    lib.mkdir(parents=True)
+    (lib/'helper.py').write_text('then')
+    git(lib, 'init', '-q')
+    git(lib, 'add', '.')
+    git(lib, 'commit', '-qm', 'lib')
+    git(repo, '-c', 'protocol.file.allow=always', 'submodule', 'add', '-q', str(lib), 'lib')
+    git(repo, 'add', 'lib', 'train.py')
+    git(repo, 'commit', '-qm', 'two')
+    (repo/'lib'/'helper.py').write_text('now')
+    git(repo/'lib', 'commit', '-qam', 'now')
+    with at_commit(find_source(f'{repo}/train.py:make'), 'HEAD') as other: assert (other.top/'lib'/'helper.py').read_text() == 'then'
+    assert all(git(o, 'worktree', 'list').count('\n') == 0 for o in (repo, repo/'lib'))
+
+
+def test_what_git_cannot_say_is_told(home, tmp_path, monkeypatch):
+    (tmp_path/'train.py').write_text(TRAIN)
+    git(tmp_path, 'init', '-q')
+    source = find_source(f'{tmp_path}/train.py:make')
+    with pytest.raises(UserError, match='^the repository has no commit yet'), at_commit(source, 'main'): pass
+    monkeypatch.setenv('GIT_TEST_ASSUME_DIFFERENT_OWNER', '1')
+    with pytest.raises(UserError, match='belongs to another user.*git config --global --add safe.directory'), at_commit(source, 'main'): pass
+    monkeypatch.setenv('PATH', '/nowhere')
+    with pytest.raises(UserError, match='^git is not here'), at_commit(source, 'main'): pass
+
+
+def test_hooks_of_the_repository_are_not_run(repo):
+    (repo/'.git'/'hooks'/'post-checkout').write_text('#!/bin/sh\nexit 1\n')
+    (repo/'.git'/'hooks'/'post-checkout').chmod(0o755)
+    with at_commit(find_source(f'{repo}/train.py:make'), 'main') as other: assert other.file.is_file()
+
+
 def test_code_that_would_come_from_the_checkout_is_moved_or_refused(repo, monkeypatch):
     (repo/'lib').mkdir()
     (repo/'lib'/'shared.py').write_text('which = "then"')
