@@ -2382,6 +2382,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastbench.draw.items._moves': ('draw/items.html#_moves', 'fastbench/draw/items.py')},
             'fastbench.draw.kept': { 'fastbench.draw.kept.KeptCache': ('draw/kept.html#keptcache', 'fastbench/draw/kept.py'),
                                      'fastbench.draw.kept.KeptCache.says': ('draw/kept.html#keptcache.says', 'fastbench/draw/kept.py'),
+                                     'fastbench.draw.kept._is_about': ('draw/kept.html#_is_about', 'fastbench/draw/kept.py'),
                                      'fastbench.draw.kept._kept': ('draw/kept.html#_kept', 'fastbench/draw/kept.py'),
                                      'fastbench.draw.kept._remove': ('draw/kept.html#_remove', 'fastbench/draw/kept.py'),
                                      'fastbench.draw.kept._size': ('draw/kept.html#_size', 'fastbench/draw/kept.py'),
