@@ -168,3 +168,16 @@ def test_more_processes_than_gpus_are_refused(gpu, monkeypatch):
         return _device(asked)
     assert of(1, 'cpu') == 'cpu' and of(0) == 'cuda:0' and of(1, 'cuda') == 'cuda:1' and of(2, 'cuda:0') == 'cuda:0'
     with pytest.raises(UserError, match='^process 2 of this machine has no GPU: torch finds 2. Start 2 '): of(2)
+
+
+def test_a_full_disk_is_the_same_error_as_of_one_process(tmp_path):
+    "Its exit code says that what was asked for was right"
+    from fastbench.bench.processes import ended
+    from fastbench.distributed.board import Board
+    from fastbench.runs.store import NotKept
+    for error, kind in ((NotKept('no room'), NotKept), (UserError('a slip'), UserError)):
+        board = Board(tmp_path)
+        board.begin()
+        board.failed(error)
+        with pytest.raises(UserError) as e: ended(board, '', [], get_recipe('digits-xresnet18'), 0, tmp_path)
+        assert type(e.value) is kind and str(e.value) == str(error)

@@ -73,7 +73,7 @@ def failed(self:Board, e, # The error
            where:str=''): # Its traceback, if not that of `e`
     "Report why this process ends"
     line = line or (str(e) if isinstance(e, UserError) else ' '.join(f'{type(e).__name__}: {e}'.split()))
-    self.say('error', line=line, of_user=isinstance(e, UserError), echo=is_echo(e),
+    self.say('error', line=line, of_user=isinstance(e, UserError) and type(e).__name__, echo=is_echo(e),
              traceback=where or ''.join(traceback.format_exception(e)), time=time.time())
 
 # %% ../../nbs/distributed/10_board.ipynb #6a1cda1f
