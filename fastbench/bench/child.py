@@ -91,6 +91,7 @@ def _start_loader(begin, i):
     threading.Thread(target=_obey_parent, daemon=True).start()
     begin(i)
 
+# %% ../../nbs/bench/01_child.ipynb #ldkeep04
 def keep_loaders():
     "Let the loader processes of this process outlive a SIGTERM that others send them"
     from fastbench.compat import wrap_loader_start

@@ -24,6 +24,7 @@ _PASSED = 'FASTBENCH_','HF_','CUDA_VISIBLE_','NCCL_','GLOO_' # prefixes of varia
 
 def _is_secret(k): return any(o in k for o in ('TOKEN', 'SECRET', 'PASSWORD', 'KEY'))
 
+# %% ../../nbs/bench/08_hosts.ipynb #there001
 def _there(command):
     "Return a command for the shell of another machine: in this folder, with these variables"
     kept = {k: v for k,v in os.environ.items() if k.startswith(_PASSED) and not _is_secret(k)}

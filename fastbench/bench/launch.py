@@ -11,7 +11,8 @@ from collections import deque
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from .child import STOPS, Stop, has_room, keep_loaders, left_running, mask, pack, set_variable, settle, unpack
+from .child import (
+    STOPS, Stop, has_room, keep_loaders, left_running, mask, pack, set_variable, settle, unpack)
 from ..machine.environment import environment, variables
 from ..errors import UserError
 from ..recipe import as_dict, get_recipe
@@ -247,6 +248,7 @@ def outcome(last:tuple, # Last message of the process
     hint = ': often the system ran out of memory; try a smaller batch' if code == -getattr(signal, 'SIGKILL', 9) else ''
     return failed_run(recipe, repeat, folder, f'the process of the run ended {how}{hint}')
 
+# %% ../../nbs/bench/03_launch.ipynb #failedr1
 def failed_run(recipe, # What was to be trained
                repeat:int, # Number of the repeat
                folder, # Folder of Runs
@@ -259,6 +261,7 @@ def failed_run(recipe, # What was to be trained
               environment=environment(), source=r.origin(), **more)
     return str(save(run, folder))
 
+# %% ../../nbs/bench/03_launch.ipynb #refusal1
 def refusal(name:str, # Class of the error in the process
             text:str, # What it said
     )->UserError:

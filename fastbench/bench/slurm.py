@@ -26,6 +26,7 @@ def _whole(option):
     name,eq,value = option.partition('=')
     return option if {'"', "'"} & {*value} else f'{name}{eq}{shlex.quote(value) if eq else ""}'
 
+# %% ../../nbs/bench/07_slurm.ipynb #asks0001
 def _asks(name, folder, nodes, nproc, gpus=False, partition=None, time=None, options=()):
     "Return the lines that Slurm reads"
     given = [o.lstrip('-') for o in options]
@@ -95,7 +96,8 @@ def slurm_script(name:str, # Name of the job
     "Return the script for `sbatch`"
     over = "again 'its time is nearly over'" if goes_on else "echo 'fastbench: the time of the job is over'"
     flow = _FLOW.format(folder=shlex.quote(str(folder)), of_node=_of_node(folder, nproc, max_restarts), at_limit=over)
-    head = ['#!/bin/bash', *([f'# {" ".join(told.splitlines())}'] if told else []), *_asks(name, folder, nodes, nproc, **asks), '']
+    told = [f'# {" ".join(told.splitlines())}'] if told else []
+    head = ['#!/bin/bash', *told, *_asks(name, folder, nodes, nproc, **asks), '']
     return '\n'.join([*head, flow])
 
 # %% ../../nbs/bench/07_slurm.ipynb #21a781e2

@@ -161,7 +161,7 @@ class AB:
                  pairs:int=10, # At most
                  budget:float|None=None, # Seconds, at most
                  early:bool=True, # Stop when the answer is clear
-                 limit:float|None=None, # A share: nor is it clear while B, or a phase of it, may be slower by more than this
+                 limit:float|None=None, # A share: nor is it clear while B or a phase may be slower by more than this
                  run=(launch, launch), # Who makes a run of A, and of B: as `launch`
                  folder=FOLDER, # Where Runs are kept
                  seed:int=0, # Of the order within pairs

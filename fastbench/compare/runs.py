@@ -238,6 +238,7 @@ def slower_than(self:Compared, limit, # A share: .05 is 5%
     alone = {k: v for k,v in each.items() if v is whole}
     return shown_above(alone, limit) + shown_above({k: v for k,v in each.items() if k not in alone}, limit)
 
+# %% ../../nbs/compare/03_runs.ipynb #gated004
 @patch
 def is_decided(self:Compared, limit, # As for `slower_than`
                least=.01, # As for `slower_than`

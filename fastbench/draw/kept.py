@@ -50,6 +50,7 @@ def read_about(folder # Of a cache
     except (OSError, ValueError): return {}
     return about if _is_about(about) else {}
 
+# %% ../../nbs/draw/20_kept.ipynb #keptsize
 def _size(folder): return sum(o.stat().st_size for o in folder.rglob('*') if o.is_file())
 
 def _kept(folder):

@@ -134,6 +134,7 @@ def call_git(folder, # Within a checkout
     return subprocess.run(['git', '--no-optional-locks', '-C', str(folder), *args], capture_output=True, env=env,
                           encoding='utf-8', errors='replace', timeout=timeout)
 
+# %% ../../nbs/machine/00_environment.ipynb #gitstate1
 def git_state(folder, # Any folder
     )->dict|None: # commit; dirty: does a tracked file differ from it? None where there is no commit
     "Commit of the checkout that holds `folder`"
@@ -144,6 +145,7 @@ def git_state(folder, # Any folder
         return dict(commit=head.stdout.strip(), dirty=bool(changed))
     except (OSError, subprocess.SubprocessError): return None
 
+# %% ../../nbs/machine/00_environment.ipynb #gitstate2
 def commits(
     )->dict: # fastbench and folder, each a `git_state`, where there is one
     "The commits that a Run depends on"

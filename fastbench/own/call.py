@@ -90,6 +90,7 @@ def _function(source):
     if not isinstance(f, type) and callable(f): return f
     raise UserError(f'{source.given} is {_a(f)}, not a function that returns a Learner')
 
+# %% ../../nbs/own/01_call.ipynb #impfun01
 def import_function(source:Source # File and name
     ): # The function
     "Import the function of a source"
@@ -240,6 +241,12 @@ def _items_wanted(given):
                         'right folder, does it hold files of the kind that is asked for, and does the splitter leave '
                         'some to train on?') from e
 
+# %% ../../nbs/own/01_call.ipynb #called02
+def _called(f, recipe):
+    given,all_ = recipe.arguments(),inspect.signature(f).parameters.values()
+    first = [given.pop(o.name, o.default) for o in all_ if o.kind is o.POSITIONAL_ONLY]
+    return f(*first, **given)
+
 # %% ../../nbs/own/01_call.ipynb #cfc8d28f
 def build(recipe, # A recipe of a function
           device=None, # Where to train; None: fastai's default
@@ -263,11 +270,6 @@ def build(recipe, # A recipe of a function
     if opt_func is not None: learn.opt_func,learn.opt = opt_func,None
     if wd is not None: learn.wd = wd
     return learn
-
-def _called(f, recipe):
-    given,all_ = recipe.arguments(),inspect.signature(f).parameters.values()
-    first = [given.pop(o.name, o.default) for o in all_ if o.kind is o.POSITIONAL_ONLY]
-    return f(*first, **given)
 
 def _call(recipe):
     "Call the function and check what it returns"

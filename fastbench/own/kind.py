@@ -106,6 +106,7 @@ def _is_taken(name):
     if name in Function.__dataclass_fields__: return name in _names
     return name in ('kind', 'own', 'parameters', 'source') or hasattr(Function, name)
 
+# %% ../../nbs/own/02_kind.ipynb #kindof01
 @lru_cache(maxsize=256)
 def _kind_of(source, parameters):
     "Make the kind of the recipes of one function"
@@ -199,6 +200,7 @@ def inert(self:Function)->frozenset: # Names
     "Fields that the function decides itself"
     return frozenset(_left) - self.own
 
+# %% ../../nbs/own/02_kind.ipynb #named001
 def _named(kind): return [o.name for o in getattr(kind, 'parameters', ())]
 
 @patch(cls_method=True)
@@ -213,6 +215,7 @@ def refuse(cls:Function, k, v): # k: a field that the kind does not have; v: its
     raise UserError(f'{k}={v!r} cannot be: {k!r} is neither a parameter of the function nor a switch;{hint} '
                     f'{has}{show}')
 
+# %% ../../nbs/own/02_kind.ipynb #taken001
 def _taken(self, k):
     return UserError(f'{self.source.given} has a parameter {k!r}, and that is what a recipe calls its own {k}: it '
                      'cannot be set. Call the parameter otherwise')

@@ -26,6 +26,7 @@ def _commit_of(top, ref):
     raise UserError(f'{ref!r} is no commit, branch or tag of the repository. Known: {", ".join(known)}. In a shallow '
                     'clone, as CI makes them, fetch it first: git fetch origin BRANCH')
 
+# %% ../../nbs/own/03_worktree.ipynb #refused01
 def _refused(folder):
     "Why git does not say which repository holds a folder; '' if there is none"
     try: said = call_git(folder, 'rev-parse', '--show-toplevel').stderr
@@ -51,6 +52,7 @@ def _add(top, to, commit, ref):
         mode,sha,_,path = o.split(maxsplit=3) if o else ['']*4
         if mode == '160000' and (top/path/'.git').exists(): yield from _add(top/path, to/path, sha, f'{ref} of {path}')
 
+# %% ../../nbs/own/03_worktree.ipynb #atcommit1
 @contextmanager
 def at_commit(source:Source, # The function in the checkout
               ref:str, # A commit, branch or tag
@@ -66,6 +68,7 @@ def at_commit(source:Source, # The function in the checkout
         rmtree(folder, ignore_errors=True)
         for o in tops: run_git(o, 'worktree', 'prune')
 
+# %% ../../nbs/own/03_worktree.ipynb #atcommit2
 def _there(source, code, file, top, named):
     if not (code/file).is_file(): raise UserError(f'{file} is not there at {named}: was it added, or moved, later?')
     other = replace(source, file=code/file, instead_of=top)
