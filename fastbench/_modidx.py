@@ -154,6 +154,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastbench/bench/processes.py'),
                                            'fastbench.bench.processes._not_begun': ( 'bench/processes.html#_not_begun',
                                                                                      'fastbench/bench/processes.py'),
+                                           'fastbench.bench.processes._quiet': ( 'bench/processes.html#_quiet',
+                                                                                 'fastbench/bench/processes.py'),
                                            'fastbench.bench.processes._refuse_machines': ( 'bench/processes.html#_refuse_machines',
                                                                                            'fastbench/bench/processes.py'),
                                            'fastbench.bench.processes._shutdown': ( 'bench/processes.html#_shutdown',

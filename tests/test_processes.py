@@ -77,6 +77,16 @@ def test_a_killed_process_is_named(tmp_path, workers):
     assert launched(tmp_path, 'kill', workers=workers).error == 'process 1 was killed by SIGKILL: often the system ran out of memory'
 
 
+def test_what_the_processes_print_is_shown_without_words_of_torchrun(tmp_path, capfd, monkeypatch):
+    "It knows all the same how one ended, and leaves nothing among temporary files"
+    (tmp_path/'t').mkdir()
+    monkeypatch.setenv('TMPDIR', str(tmp_path/'t'))
+    assert launched(tmp_path/'r', 'kill', show_output=True).error == 'process 1 was killed by SIGKILL: often the system ran out of memory'
+    said = ''.join(capfd.readouterr())
+    assert 'this process is about to be killed' in said and 'torch' not in said and 'Traceback' not in said, said
+    assert not list((tmp_path/'t').glob('torchelastic*'))
+
+
 def test_a_process_that_hangs_is_named_with_its_place(tmp_path):
     run = launched(tmp_path, 'hang', timeout=10)
     assert run.error.startswith('process 1 hung: it stood in stand_still (trouble.py:') and 'stand_still' in run.traceback

@@ -22,6 +22,7 @@ class Trouble(Callback):
         if self.what == 'error': raise ValueError('a sample of this process is bad')
         if self.what == 'exit': raise SystemExit(0)
         if self.what == 'memory': raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
+        if self.what == 'kill': print('this process is about to be killed', flush=True)
         if self.what == 'kill': os.kill(os.getpid(), signal.SIGKILL)
         if self.what == 'hang': stand_still()
         if self.what == 'nan': self.learn.xb = (self.x*float('nan'),)
