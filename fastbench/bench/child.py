@@ -82,6 +82,7 @@ def settle(stop:Stop, # Receives the signals
 # %% ../../nbs/bench/01_child.ipynb #ldkeep02
 def _obey_parent():
     "In a loader process: end when the process that draws from it says so"
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # all others are for the main thread
     parent = multiprocessing.parent_process().pid
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent: pass
     os._exit(0)
