@@ -6,13 +6,15 @@
 __all__ = ['foreach_add_', 'foreach_copy_', 'foreach_div_', 'foreach_lerp_', 'foreach_mul_', 'foreach_norm', 'fused_sgd_',
            'fused_devices', 'flash_attention', 'efficient_attention', 'linear_pointwise', 'resize_smooth',
            'compile_tools', 'of_checkpointing', 'pause_stream', 'profiler_is_on', 'call_after_backward',
-           'without_subclasses', 'is_view', 'remember_pass']
+           'without_subclasses', 'is_view', 'wrap_loader_start', 'remember_pass']
 
 # %% ../nbs/00_compat.ipynb #b661f758
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
+import fastai.data.load as loads
 from fastai.callback.core import _inner_loop as inner_loop
 from fastai.data.load import _loaders as batch_iterators
 from fastai.learner import _cast_tensor as cast_tensors
@@ -102,6 +104,12 @@ def is_view(t # A tensor
     )->bool:
     "Return whether autograd knows a tensor as a view"
     return t._is_view()
+
+# %% ../nbs/00_compat.ipynb #ldstart2
+def wrap_loader_start(f # Called with fastai's function and the number of the loader process
+    ):
+    "Let `f` begin each loader process that this process starts from now on"
+    loads._wif = partial(f, loads._wif)
 
 # %% ../nbs/00_compat.ipynb #6c9c8e7b
 def _as_it_is(*args): return args[-1]

@@ -208,7 +208,7 @@ def but(recipe:Recipe, # Where to start
     )->Recipe: # A new, validated recipe
     "`recipe` with `changes`"
     cls,kept = type(recipe),vars(recipe)
-    if 'kind' in changes: cls = _find_kind(changes.pop('kind'))
+    if 'kind' in changes: cls = _find_kind(cls, changes.pop('kind'))
     _check_known(cls, changes)
     if changes.get('data') == 'auto' and not recipe.data.startswith('auto'):
         changes['data'] = f'auto:{recipe.data}'  # what it stands in for
@@ -216,7 +216,8 @@ def but(recipe:Recipe, # Where to start
     if 'knots' in changes: res.only_if(res.schedule == 'linear', "schedule='linear'", 'knots')
     return res
 
-def _find_kind(name):
+def _find_kind(was, name):
+    if hasattr(was, 'refuse'): was.refuse('kind', name)
     if name not in kinds(): raise UserError(unknown('kind', name, list(_kinds)))
     return _kinds[name]
 

@@ -14,6 +14,7 @@ from fastbench import cli
 from fastbench.compare.ab import AB, RunFailed, ab, ab_recipes, interpreter, last_level, launch_with, looks
 from fastbench.bench.launch import Interrupted
 from fastbench.errors import UserError
+from fastbench.measure.phases import Profile, to_dict
 from fastbench.recipe import get_recipe
 from fastbench.runs.record import Run
 from fastbench.compare.runs import compare
@@ -105,6 +106,26 @@ def test_the_gate_fires_as_often_as_without_early_looks(tmp_path):
     def fires(i, **kwargs): return bool(finish(Machine(i, slower=(1., 1.1), spread=.015).trial(tmp_path/f'{i}{kwargs}', pairs=10, **kwargs)).slower_than(.05))
     assert sum(fires(i, early=False) for i in range(20)) >= 19 and sum(fires(i, limit=.05) for i in range(20)) >= 18
     assert sum(fires(i) for i in range(20)) < 10  # what it was
+
+
+class Phased(Machine):
+    "Of the same speed as a whole, while drawing a batch, 3% of a step, takes a quarter longer in B"
+    def __call__(self, k):
+        def run(recipe, folder, tell=None, repeat=0, **kwargs):
+            noise = lambda spread: exp(self.random.gauss(0, spread))
+            draw,step = .03*(1, 1.25)[k]*noise(.05),noise(.001)
+            p = Profile()
+            for _ in range(12): p.steps['train'].add([dict(samples=16, step=step, draw=draw, forward=step-draw).get(c, 0.) for c in p.steps['train'].columns])
+            p.fit['fit'].add([12*step])
+            return str(save(made(recipe, 12*step, repeat, profile=to_dict(p)), folder))
+        return run
+
+
+def test_the_gate_sees_a_slower_phase_as_often_as_without_early_looks(tmp_path):
+    "The whole is clearly the same after five pairs, where a phase would be judged at 0.1%"
+    def fires(i, **kwargs): return finish(Phased(i).trial(tmp_path/f'{i}{kwargs}', pairs=12, **kwargs)).slower_than(.05) == [('train', 'draw')]
+    every = sum(fires(i, early=False) for i in range(12))
+    assert every >= 10 and sum(fires(i, limit=.05) for i in range(12)) >= every-2
 
 
 @pytest.mark.parametrize('slower,spread,level', [((1., 1.3), .005, .001), ((1., 1.), .2, .045)])

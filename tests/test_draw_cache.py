@@ -1046,3 +1046,19 @@ def test_labels_from_a_table_can_be_told(column, used):
         if used: str(df['label'].iloc[0])
         return fingerprint(describe(partial(sorted, table)))
     assert of('dog') == of('dog') and len({of('dog'), of('cat'), of('dog', '2.jpg')}) == 3
+
+
+def test_a_folder_with_a_file_of_another_program_is_no_cache(tmp_path):
+    "`fastbench cache clear --where` removed it with all that was in it"
+    for name, text in dict(editor='{"files": []}', broken='{"n": 3', odd='{"format": 2}').items():
+        (tmp_path/name).mkdir()
+        (tmp_path/name/'cache.json').write_text(text)
+        (tmp_path/name/'work').touch()
+    (tmp_path/'odd'/'index.npz').touch()
+    assert [(o.path.name, o.says) for o in kept_caches(tmp_path)] == [('odd', 'damaged: the next call makes it anew')]
+    clear_caches((), tmp_path)
+    assert sorted(o.name for o in tmp_path.iterdir() if o.is_dir()) == ['broken', 'editor']
+    (tmp_path/'own').mkdir()
+    (tmp_path/'own'/'cache.json').write_text('{"format": 1}')
+    (tmp_path/'linked').symlink_to('own')
+    with pytest.raises(UserError, match='linked cannot be removed: Cannot call rmtree on a symbolic link'): clear_caches(['linked'], tmp_path)

@@ -133,3 +133,23 @@ def test_machines_that_do_not_answer_or_do_not_see_the_folder(hosts):
 @pytest.mark.parametrize('hosts', [[], ['a', 'a']])
 def test_names_of_machines_that_cannot_be(hosts):
     with pytest.raises(UserError, match='names of machines, each once'): Hosts(hosts)
+
+
+def test_a_token_is_not_among_the_words_of_a_command(tmp_path, monkeypatch, capsys):
+    "Everybody on a machine sees those; the processes get it from a file of the board, which only its user can read"
+    from fastbench.distributed.board import Board
+    monkeypatch.setenv('HF_TOKEN', 'hf_secret')
+    monkeypatch.setenv('HF_HOME', '/shared/hub')
+    two = Hosts(['a', 'b'])
+    said = two.script('digits-xresnet18', 1, tmp_path)
+    assert 'HF_HOME=/shared/hub' in said and 'hf_secret' not in said and 'HF_TOKEN' not in said
+    with two.folder(tmp_path) as board:
+        assert Board(board).variables() == dict(HF_TOKEN='hf_secret') and not board.stat().st_mode & 0o077
+
+
+@pytest.mark.parametrize('words,said', [(['--strategy', 'zeor'], "unknown strategy 'zeor'"), (['--set', 'bs=largest'], "bs='largest' is found in one process"), (['--hosts', ''], 'hosts= cannot be')])
+def test_a_dry_run_refuses_what_a_real_one_would(words, said):
+    "An empty --hosts, of a variable that is not set, would have trained here"
+    got = CliRunner().invoke(app, ['launch', 'digits-xresnet18', '--dry-run', *words])
+    assert isinstance(got.exception, UserError) and said in str(got.exception)
+    assert [o.split()[5] for o in CliRunner().invoke(app, ['launch', 'digits-xresnet18', '--dry-run', '--hosts', 'a, b']).output.splitlines()] == ['a', 'b']

@@ -56,6 +56,8 @@ def asks(): return make(bs=int(input('batch size? ')))
 def loud():
     for i in range(200_000): print('line', i)
     return make(bs=1/0)
+def leaves(): sys.exit(0)
+def leaves_late(): return make(), lambda learn: sys.exit('no more data')
 def starts():
     subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
     return make()
@@ -278,7 +280,7 @@ def test_a_failed_run_has_the_users_part_of_the_traceback(home):
 @pytest.mark.parametrize('name,code,said', [
     ('broken', 4, 'KeyError: \'nothing there\''), ('nothing', 2, 'returned None: did it forget `return learn`?'),
     ('pair', 2, 'the second is a function that fits it'), ('needs', 2, 'needs path, bs: give the parameter a default'),
-    ('asks', 4, 'it asks for input, and nobody is there to answer'), ('loud', 4, 'line 199999'), ('dies', 4, 'exit code 3'),
+    ('asks', 4, 'it asks for input, and nobody is there to answer'), ('loud', 4, 'line 199999'), ('leaves', 4, 'SystemExit: 0: it ends the whole process'), ('leaves_late', 4, 'SystemExit: no more data: it ends'), ('dies', 4, 'exit code 3'),
     ('later', 2, 'is async'), ('mak', 2, "did you mean 'make'"), ('threads', 0, 'changed threads from'),
     ('seeds', 0, 'seeds random numbers itself'), ('trains', 0, 'had trained 2 epochs before train.py:trains returned it'), ('starts', 0, '1 process that the training started still ran')])
 def test_what_is_wrong_is_said(home, tmp_path, monkeypatch, capfd, name, code, said):
@@ -348,6 +350,52 @@ def test_against_in_three_lines_of_ci(repo):
     got = cli('ab', 'train.py:make', '--against', 'main', '--pairs', 1, '--fail-above', '5%', '--device', 'cpu', cwd=repo)
     assert got.returncode == 0 and 'A is main' in got.stdout, got.stderr
     assert git(repo, 'worktree', 'list').count('\n') == 0
+
+
+@pytest.mark.parametrize('absolute', [True, False])
+def test_in_a_hook_of_git_what_is_staged_stays_so(repo, monkeypatch, absolute):
+    "Git tells its hooks which index is theirs, and checking out another commit wrote into that"
+    git(repo, 'add', '.')
+    staged = git(repo, 'ls-files', '-s')
+    monkeypatch.chdir(repo)
+    monkeypatch.setenv('GIT_INDEX_FILE', str(repo/'.git'/'index') if absolute else '.git/index')
+    if absolute: monkeypatch.setenv('GIT_DIR', str(repo/'.git'))
+    with at_commit(find_source(f'{repo}/train.py:make'), 'HEAD') as other: assert (other.top/'sizes.py').is_file()
+    for o in ('GIT_INDEX_FILE', 'GIT_DIR'): monkeypatch.delenv(o, raising=False)
+    assert git(repo, 'ls-files', '-s') == staged
+
+
+def test_a_submodule_comes_along_at_its_own_commit(repo, tmp_path):
+    lib = tmp_path/'r'/'lib'
+    lib.mkdir(parents=True)
+    (lib/'helper.py').write_text('then')
+    git(lib, 'init', '-q')
+    git(lib, 'add', '.')
+    git(lib, 'commit', '-qm', 'lib')
+    git(repo, '-c', 'protocol.file.allow=always', 'submodule', 'add', '-q', str(lib), 'lib')
+    git(repo, 'add', 'lib', 'train.py')
+    git(repo, 'commit', '-qm', 'two')
+    (repo/'lib'/'helper.py').write_text('now')
+    git(repo/'lib', 'commit', '-qam', 'now')
+    with at_commit(find_source(f'{repo}/train.py:make'), 'HEAD') as other: assert (other.top/'lib'/'helper.py').read_text() == 'then'
+    assert all(git(o, 'worktree', 'list').count('\n') == 0 for o in (repo, repo/'lib'))
+
+
+def test_what_git_cannot_say_is_told(home, tmp_path, monkeypatch):
+    (tmp_path/'train.py').write_text(TRAIN)
+    git(tmp_path, 'init', '-q')
+    source = find_source(f'{tmp_path}/train.py:make')
+    with pytest.raises(UserError, match='^the repository has no commit yet'), at_commit(source, 'main'): pass
+    monkeypatch.setenv('GIT_TEST_ASSUME_DIFFERENT_OWNER', '1')
+    with pytest.raises(UserError, match='belongs to another user.*git config --global --add safe.directory'), at_commit(source, 'main'): pass
+    monkeypatch.setenv('PATH', '/nowhere')
+    with pytest.raises(UserError, match='^git is not here'), at_commit(source, 'main'): pass
+
+
+def test_hooks_of_the_repository_are_not_run(repo):
+    (repo/'.git'/'hooks'/'post-checkout').write_text('#!/bin/sh\nexit 1\n')
+    (repo/'.git'/'hooks'/'post-checkout').chmod(0o755)
+    with at_commit(find_source(f'{repo}/train.py:make'), 'main') as other: assert other.file.is_file()
 
 
 def test_code_that_would_come_from_the_checkout_is_moved_or_refused(repo, monkeypatch):
@@ -453,6 +501,20 @@ def test_an_error_of_a_function_is_told_by_each_command_as_by_run(home, monkeypa
     assert 'def broken(): return _deeper()' in err and 'typer' not in err
 
 
+@pytest.mark.parametrize('words', ['doctor', 'find-batch-size'])
+def test_a_function_that_ends_the_process_is_no_success_of_a_command(home, monkeypatch, capsys, words):
+    monkeypatch.chdir(home)
+    code, out, err = command(monkeypatch, capsys, words, 'train.py:leaves', '--device', 'cpu')
+    assert code == 4 and err.splitlines()[-1].startswith('fastbench: train.py:leaves failed: SystemExit: 0')
+
+
+@pytest.mark.parametrize('line,said', [('import nothing_there', "ModuleNotFoundError: No module named 'nothing_there'"), ('sys.exit(2)', 'SystemExit: 2')])
+def test_a_bound_name_whose_file_cannot_be_run_is_one_line(home, tmp_path, monkeypatch, capsys, line, said):
+    (home/'fails.py').write_text(f'import sys\n{line}\nmake = make_learner\n')
+    code, out, err = command(monkeypatch, capsys, 'run', home/'fails.py:make', '--out', tmp_path)
+    assert code == 2 and err.count('\n') == 1 and err.startswith(f'fastbench: fails.py:make cannot be imported (fails.py, line 2): {said}')
+
+
 def test_the_largest_batch_of_a_function_without_workers(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
     code, out, err = command(monkeypatch, capsys, 'find-batch-size', 'train.py:make', '--device', 'cpu', '--max', '4')
@@ -487,6 +549,22 @@ def test_a_parameter_that_is_called_as_the_recipe_calls_itself_is_named(home, k)
     assert run_recipe(f'{file}:mine', device='cpu', bs=4).status == 'ok'  # with its default, as ever
     with pytest.raises(UserError, match=f"must has a parameter '{k}'"): get_recipe(f'{file}:must').ready()
     assert len(ladder_recipes(f'{file}:mine', [Rung('four', 'smaller batches', dict(bs=4))])) == 2
+
+
+@pytest.mark.parametrize('k', ['about', 'build', 'fit', 'inert', 'kind', 'own', 'parameters', 'quiet', 'source'])
+def test_a_parameter_with_the_name_of_something_of_the_recipe_keeps_its_default(home, k):
+    "It is called all the same, and where it is set, that is said"
+    (home/'taken.py').write_text(TRAIN + f"\ndef mine({k}='ours', bs=16):\n    assert {k} == 'ours'\n    return make(bs)\n")
+    r = get_recipe(f'{home}/taken.py:mine', bs=8)
+    assert run_recipe(r, device='cpu', precision='fp32').status == 'ok' and as_dict(r)['kind'] == 'Function'
+    with pytest.raises(UserError, match=f"^taken.py:mine has a parameter {k!r}, and that is what a recipe calls its own {k}"): but(r, **{k: 'x'})
+    (home/'taken.py').write_text(TRAIN + f'\ndef needy({k}): return make()\n')
+    with pytest.raises(UserError, match=f'has a parameter {k!r}'): get_recipe(f'{home}/taken.py:needy').ready()
+
+
+def test_a_parameter_that_goes_by_position_is_given_so(home):
+    (home/'placed.py').write_text(TRAIN + '\ndef mine(n, bs=16, /, act="relu"):\n    assert (n, bs, act) == (32, 16, "mish"), (n, bs, act)\n    return make(bs, n=n)\n')
+    assert run_recipe(f'{home}/placed.py:mine', device='cpu', n=32, act='mish').status == 'ok'
 
 
 def test_an_annotation_in_quotes_counts(home):

@@ -26,8 +26,8 @@ def left():
     return [p for p in psutil.Process().children(recursive=True) if of_training(p)]
 
 
-def launched(tmp_path, what='', tell=None, **options):
-    run = load(launch_processes(get_recipe(TROUBLE, what=what), 2, tmp_path, tell, device='cpu', **options))
+def launched(tmp_path, what='', tell=None, workers=0, **options):
+    run = load(launch_processes(get_recipe(TROUBLE, what=what, workers=workers), 2, tmp_path, tell, device='cpu', **options))
     assert not left()
     return run
 
@@ -60,13 +60,31 @@ def test_an_error_of_one_ends_both_and_is_said_once(tmp_path):
     assert 'trouble.py' in run.traceback and (run.world_size, run.strategy) == (2, 'ddp')
 
 
+def test_one_that_ends_itself_ends_both_with_a_line_of_the_users_code(tmp_path):
+    run = launched(tmp_path, 'exit')
+    assert run.status == 'failed' and run.error.startswith('process 1: SystemExit: 0: it ends the whole process') and '\n' not in run.error
+    assert 'trouble.py' in run.traceback and 'rank.py' not in run.traceback
+
+
 def test_memory_that_runs_out_in_one_ends_both_and_says_what_needs_less(tmp_path):
     run = launched(tmp_path, 'memory')
     assert run.status == 'failed' and run.error.startswith('process 1: ') and 'out of memory on cpu: a batch of 4 does not fit' in run.error and "bs='largest'" in run.error
 
 
-def test_a_killed_process_is_named(tmp_path):
-    assert launched(tmp_path, 'kill').error == 'process 1 was killed by SIGKILL: often the system ran out of memory'
+@pytest.mark.parametrize('workers', [0, 1])
+def test_a_killed_process_is_named(tmp_path, workers):
+    "Not the loader process of the other one, which torchrun ends with it"
+    assert launched(tmp_path, 'kill', workers=workers).error == 'process 1 was killed by SIGKILL: often the system ran out of memory'
+
+
+def test_what_the_processes_print_is_shown_without_words_of_torchrun(tmp_path, capfd, monkeypatch):
+    "It knows all the same how one ended, and leaves nothing among temporary files"
+    (tmp_path/'t').mkdir()
+    monkeypatch.setenv('TMPDIR', str(tmp_path/'t'))
+    assert launched(tmp_path/'r', 'kill', show_output=True).error == 'process 1 was killed by SIGKILL: often the system ran out of memory'
+    said = ''.join(capfd.readouterr())
+    assert 'this process is about to be killed' in said and 'torch' not in said and 'Traceback' not in said, said
+    assert not list((tmp_path/'t').glob('torchelastic*'))
 
 
 def test_a_process_that_hangs_is_named_with_its_place(tmp_path):
@@ -100,25 +118,25 @@ from fastbench.bench.processes import launch_processes
 from fastbench.recipe import get_recipe
 def tell(o):
     if o["phase"] == "train" and o["step"] > 2: print("fit", flush=True)
-try: launch_processes(get_recipe({TROUBLE!r}, what="slow"), 2, sys.argv[1], tell, device="cpu")
+try: launch_processes(get_recipe({TROUBLE!r}, what="slow", workers=int(sys.argv[2])), 2, sys.argv[1], tell, device="cpu")
 except Interrupted as e: print(e.signum, e.path, flush=True)
 '''
 
 
 @contextmanager
-def starter(tmp_path):
-    "A process that has started two, once they train"
-    p = subprocess.Popen([sys.executable, '-c', STARTER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+def starter(tmp_path, workers=0):
+    "A process that has started two, once they train; workers: loader processes of each"
+    p = subprocess.Popen([sys.executable, '-c', STARTER, str(tmp_path), str(workers)], stdout=subprocess.PIPE, text=True)
     try:
         assert p.stdout.readline() == 'fit\n'
         yield p
     finally: p.kill()
 
 
-@pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_stops_both_after_the_step_and_keeps_the_run(tmp_path, signum):
-    "A terminal that is closed sends one, too"
-    with starter(tmp_path) as p:
+@pytest.mark.parametrize('signum,workers', [(signal.SIGINT, 1), (signal.SIGHUP, 0)])
+def test_a_signal_stops_both_after_the_step_and_keeps_the_run(tmp_path, signum, workers):
+    "A terminal that is closed sends one, too; loader processes live until the step is over"
+    with starter(tmp_path, workers) as p:
         p.send_signal(signum)
         got, path = next(o for o in p.stdout if o != 'fit\n').split(' ', 1)
         assert p.wait(60) == 0 and int(got) == signum
@@ -160,3 +178,16 @@ def test_more_processes_than_gpus_are_refused(gpu, monkeypatch):
         return _device(asked)
     assert of(1, 'cpu') == 'cpu' and of(0) == 'cuda:0' and of(1, 'cuda') == 'cuda:1' and of(2, 'cuda:0') == 'cuda:0'
     with pytest.raises(UserError, match='^process 2 of this machine has no GPU: torch finds 2. Start 2 '): of(2)
+
+
+def test_a_full_disk_is_the_same_error_as_of_one_process(tmp_path):
+    "Its exit code says that what was asked for was right"
+    from fastbench.bench.processes import ended
+    from fastbench.distributed.board import Board
+    from fastbench.runs.store import NotKept
+    for error, kind in ((NotKept('no room'), NotKept), (UserError('a slip'), UserError)):
+        board = Board(tmp_path)
+        board.begin()
+        board.failed(error)
+        with pytest.raises(UserError) as e: ended(board, '', [], get_recipe('digits-xresnet18'), 0, tmp_path)
+        assert type(e.value) is kind and str(e.value) == str(error)

@@ -1,5 +1,6 @@
 "A real Slurm of two nodes on this machine: what is submitted leaves one Run, however the job ends"
 import os
+import shlex
 import random
 import re
 import shutil
@@ -214,3 +215,14 @@ def test_without_slurm(tmp_path, monkeypatch):
 def test_own_words_for_gpus_are_the_only_ones(options):
     assert 'gpus-per-node' not in Slurm(options=options).script('digits-xresnet18', 2, device='cuda')
     assert '#SBATCH --gpus-per-node=2' in Slurm().script('digits-xresnet18', 2, device='cuda')
+
+
+def test_words_for_slurm_with_spaces_stay_whole(tmp_path, monkeypatch):
+    "Slurm reads these lines as a shell does, and a % as the beginning of a number"
+    monkeypatch.chdir(tmp_path)
+    Path('my train.py').write_text('def make(): ...')
+    script = Slurm(options=['comment=two words', 'mem 64G', 'qos="a b"'], told='fastbench launch\nrm').script(get_recipe('my train.py'), path=tmp_path/'100% mine')
+    lines = [o for o in script.splitlines() if o.startswith('#')]
+    words = [shlex.split(o)[1:] for o in lines if o.startswith('#SBATCH')]
+    for o in ['--job-name=my train.py:make'], [f'--output={tmp_path}/100%% mine/said.txt'], ['--comment=two words'], ['--mem', '64G'], ['--qos=a b']: assert o in words
+    assert '# fastbench launch rm' in lines

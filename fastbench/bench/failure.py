@@ -40,6 +40,9 @@ def is_lost(e:BaseException # What a step raised
 # %% ../../nbs/bench/00_failure.ipynb #0e6e2e5c
 _of_callback = re.compile(r'Exception occured in `(\w+)` when calling event `(\w+)`:\s*(.*)', re.S)
 
+_ends = ('it ends the whole process (sys.exit, or argparse, which reads the words of fastbench): let it return, or '
+         'raise an error; what it reads from the command line is a parameter')
+
 def said(e:BaseException # An error
     )->str: # Its first line; for an error in a callback, the line after fastai's, with its place
     "Return the message of an error"
@@ -61,6 +64,7 @@ def explain(e:BaseException, # What ended the training
                 f"precision='mixed' or GradientCheckpointing need less ({type(e).__name__}: {first})")
     if isinstance(e, EOFError) and 'reading a line' in first:
         return f'{type(e).__name__}: {first}: it asks for input, and nobody is there to answer; make it a parameter'
+    if isinstance(e, SystemExit): return f'{type(e).__name__}: {first}: {_ends}'
     why = next((v for k,v in _lost.items() if v and k in str(e)), None)
     if why is None: return f'{type(e).__name__}: {first}'
     return f'{device} failed: {first}; {why}'

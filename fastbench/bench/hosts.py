@@ -6,7 +6,7 @@
 __all__ = ['check_hosts', 'commands', 'Hosts']
 
 # %% ../../nbs/bench/08_hosts.ipynb #a7201c34
-import os, random, shlex, shutil, subprocess, sys, time
+import json, os, random, shlex, shutil, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -22,9 +22,12 @@ from ..errors import UserError
 _SSH = 'ssh','-o','BatchMode=yes','-o','ConnectTimeout=10'
 _PASSED = 'FASTBENCH_','HF_','CUDA_VISIBLE_','NCCL_','GLOO_' # prefixes of variables that are passed on
 
+def _is_secret(k): return any(o in k for o in ('TOKEN', 'SECRET', 'PASSWORD', 'KEY'))
+
+# %% ../../nbs/bench/08_hosts.ipynb #there001
 def _there(command):
     "Return a command for the shell of another machine: in this folder, with these variables"
-    kept = {k: v for k,v in os.environ.items() if k.startswith(_PASSED)}
+    kept = {k: v for k,v in os.environ.items() if k.startswith(_PASSED) and not _is_secret(k)}
     kept |= dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1', PYTHONWARNINGS='ignore', TOKENIZERS_PARALLELISM='false')
     words = [*(f'{k}={v}' for k,v in kept.items()), *map(str, command)]
     return f'cd {shlex.quote(os.getcwd())} && exec env {shlex.join(words)}'
@@ -132,6 +135,8 @@ class Hosts:
         "A context with the folder of the board"
         runs.mkdir(parents=True, exist_ok=True)
         path = Path(mkdtemp(prefix='.hosts-', dir=runs))
+        hidden = {k: v for k,v in os.environ.items() if k.startswith(_PASSED) and _is_secret(k)}
+        if hidden: (path/'variables.json').write_text(json.dumps(hidden))
         try: yield path
         finally: shutil.rmtree(path, ignore_errors=True)
 

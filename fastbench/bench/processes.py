@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .child import pack
-from .launch import GRACE, CannotStart, Signals, failed_run, outcome
+from .launch import GRACE, CannotStart, Signals, failed_run, outcome, refusal
 from ..distributed.board import Board, blame
 from ..errors import UserError, unknown
 from ..machine.environment import worker_cores
@@ -159,6 +159,13 @@ class Launch:
 class Ended(Exception):
     "The processes were ended by the place that ran them"
 
+# %% ../../nbs/bench/04_processes.ipynb #quiet002
+def _quiet(command, said): # said: file for torchrun's error
+    "Return a command of torchrun that prints nothing of its own"
+    code = ('import logging, sys, torch.distributed.run as run; logging.disable(); '
+            f'sys.excepthook = lambda *e: open({str(said)!r}, "w").write(str(e[1])); run.main()')
+    return [command[0], '-c', code, *command[3:]]
+
 # %% ../../nbs/bench/04_processes.ipynb #79f77ce2
 class Here:
     "This machine"
@@ -178,9 +185,11 @@ class Here:
         )->str: # What torchrun printed
         "Start the processes, and wait until they have ended"
         said = job.path/'said.txt'
+        meet = '--standalone','--log-dir',str(job.path) # otherwise it leaves an empty folder among temporary files
+        command = torchrun(job.nproc, job.spec, job.max_restarts, meet)
         with open(said, 'wb') as f:
             out = None if job.show_output else f
-            process = subprocess.Popen(torchrun(job.nproc, job.spec, job.max_restarts), stdin=subprocess.DEVNULL,
+            process = subprocess.Popen(_quiet(command, said) if job.show_output else command, stdin=subprocess.DEVNULL,
                                        env=_environment(job.nproc, job.threads), stdout=out, stderr=out,
                                        start_new_session=True)
             try: _follow(process, job)
@@ -256,7 +265,7 @@ def ended(board, # Board of the processes that have ended
         return outcome(tuple(last or ('interrupted',)), got, recipe, repeat, folder, 0)
     why = blame(board, _codes(said))
     if why['rank'] is None: raise CannotStart(f'torchrun could not start the processes: {_not_begun(said)}')
-    if why['of_user']: raise UserError(why['line'])
+    if why['of_user']: raise refusal(why['of_user'], why['line'])
     line = ' '.join(why['line'].split())
     line = line if line.startswith('process') else f"process {why['rank']}: {line}"
     return failed_run(recipe, repeat, folder, line, traceback=why['traceback'], **many)

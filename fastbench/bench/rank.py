@@ -9,7 +9,7 @@ __all__ = ['of_rank', 'check_same', 'train_rank', 'worst', 'main']
 import json, os, pickle, signal, sys
 from pathlib import Path
 
-from .child import quiet_process, unpack
+from .child import keep_loaders, quiet_process, unpack
 from ..distributed.board import Board, Lookout
 from ..errors import UserError
 from ..machine.environment import host_id
@@ -80,6 +80,7 @@ def train_rank(spec:dict, # recipe, folder, strategy, timeout, offline, options
     from fastbench.runs.store import save
     from fastbench.runs.unfinished import forget_unfinished
     from fastbench.recipe import as_dict
+    keep_loaders()
     kept = _checkpoints(spec['options'], board)
     recipe,device = unpack(spec['recipe']),_device(spec['options'].pop('device', None))
     join(device or 'cpu', spec['timeout'])
@@ -131,6 +132,7 @@ def main(path:str # Path of the file that says what to train
     spec = pickle.loads(Path(path).read_bytes())
     board = Board(spec['board'], int(os.environ.get('RANK', 0)))
     board.begin()
+    os.environ |= board.variables()
     code = 1
     try:
         quiet_process(spec['offline'])

@@ -134,7 +134,7 @@ def run_recipe(recipe:str|Recipe, # What to run: a recipe or its name, a functio
               source=r.origin())
     try: learn,run.warnings = _build(r, device, offline)
     except UserError: raise
-    except Exception as e: learn = _failed(run, e, device, r)
+    except (Exception, SystemExit) as e: learn = _failed(run, e, device, r)
     run.environment = environment()
     try:
         if learn:
@@ -244,7 +244,7 @@ def _train(learn, r, run, tell, stop, device, energy, idle, every=None):
         _fit(learn, r, stop)
         run.status = 'diverged' if watch.diverged else 'interrupted' if _stopped(watch, every) else 'ok'
     except KeyboardInterrupt: run.status = 'interrupted'
-    except Exception as e: _failed(run, e, device, r)
+    except (Exception, SystemExit) as e: _failed(run, e, device, r)
     run.engine |= getattr(learn, 'engine', {})
     run.seconds = time.perf_counter() - start - learn.profiler.counting if run.status != 'diverged' else None
     tell(dict(phase='done'))

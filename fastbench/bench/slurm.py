@@ -21,15 +21,21 @@ from ..recipe import get_recipe
 from ..runs.store import FOLDER
 
 # %% ../../nbs/bench/07_slurm.ipynb #6579a497
+def _whole(option):
+    "Put a value with spaces into quotes, which Slurm reads as a shell does"
+    name,eq,value = option.partition('=')
+    return option if {'"', "'"} & {*value} else f'{name}{eq}{shlex.quote(value) if eq else ""}'
+
+# %% ../../nbs/bench/07_slurm.ipynb #asks0001
 def _asks(name, folder, nodes, nproc, gpus=False, partition=None, time=None, options=()):
     "Return the lines that Slurm reads"
     given = [o.lstrip('-') for o in options]
     own = {'job-name': name, 'nodes': nodes, 'ntasks-per-node': 1, 'cpus-per-task': None if gpus else nproc,
            'gpus-per-node': nproc if gpus else None, 'partition': partition, 'time': time,
-           'output': f'{folder}/said.txt', 'open-mode': 'append', 'signal': 'B:USR1@60'}
+           'output': f'{folder}/said.txt'.replace('%', '%%'), 'open-mode': 'append', 'signal': 'B:USR1@60'}
     names = {o.partition('=')[0] for o in given}
     lines = [f'{k}={v}' for k,v in own.items() if v is not None and k not in names]
-    return [f'#SBATCH --{o}' for o in (*lines, 'requeue', *given)]
+    return [f'#SBATCH --{_whole(o)}' for o in (*lines, 'requeue', *given)]
 
 # %% ../../nbs/bench/07_slurm.ipynb #c96762d9
 def _of_node(folder, nproc, max_restarts):
@@ -90,7 +96,8 @@ def slurm_script(name:str, # Name of the job
     "Return the script for `sbatch`"
     over = "again 'its time is nearly over'" if goes_on else "echo 'fastbench: the time of the job is over'"
     flow = _FLOW.format(folder=shlex.quote(str(folder)), of_node=_of_node(folder, nproc, max_restarts), at_limit=over)
-    head = ['#!/bin/bash', *([f'# {told}'] if told else []), *_asks(name, folder, nodes, nproc, **asks), '']
+    told = [f'# {" ".join(told.splitlines())}'] if told else []
+    head = ['#!/bin/bash', *told, *_asks(name, folder, nodes, nproc, **asks), '']
     return '\n'.join([*head, flow])
 
 # %% ../../nbs/bench/07_slurm.ipynb #21a781e2

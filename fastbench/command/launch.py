@@ -37,10 +37,10 @@ def launch(
     "Train in several processes, and keep one Run."
     recipe = but(get_recipe(name), **dict(map(field, fields or ())))
     more = given(dict(resume=resume or None, checkpoint_every=checkpoint_every))
-    if dry_run: return _dry_run(place, recipe, nproc, runs=out, device=device, max_restarts=max_restarts)
-    check_folder(out)
     from fastbench.bench.processes import Starter
     start = Starter(nproc, strategy, timeout=timeout, max_restarts=max_restarts, place=place)
+    if dry_run: return _dry_run(place, recipe, nproc, runs=out, device=device, max_restarts=max_restarts)
+    check_folder(out)
     paths,code = run_all([recipe], repeats, out, start=start, device=device, show_output=show_output, offline=offline,
                          **more)
     kept = [load(o) for o in paths]
@@ -50,5 +50,7 @@ def launch(
 
 # %% ../../nbs/command/11_launch.ipynb #8a007ec1
 def _dry_run(place, recipe, nproc, **options):
-    from fastbench.bench.processes import Here
+    from fastbench.bench.processes import Here, check_several
+    recipe.ready()
+    check_several(recipe)
     print((place or Here()).script(recipe, nproc, **options))

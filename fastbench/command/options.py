@@ -137,7 +137,7 @@ LabelCol = option(str, 'Your own table: the column of the labels.', metavar='COL
 # %% ../../nbs/command/00_options.ipynb #0b7e0011
 def _place(nodes, slurm, hosts, goes_on, **asks):
     "Where the processes run; None: here"
-    hosts = hosts and hosts.split(',')
+    hosts = None if hosts is None else [o.strip() for o in hosts.split(',')]
     if hosts and (slurm or nodes and nodes != len(hosts)):
         raise UserError('--hosts names the machines, and ssh starts the processes there: leave out --slurm and --nodes')
     if slurm:

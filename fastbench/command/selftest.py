@@ -11,7 +11,7 @@ from pathlib import Path
 
 import typer
 
-from ..runs.store import FOLDER, check_folder, save, write_whole
+from ..runs.store import FOLDER, check_folder, save
 from .options import Json, Out, flag, option
 from .terminal import app, example
 
@@ -27,7 +27,9 @@ def selftest(
     out:Out=Path(FOLDER), as_json:Json=False,
 ):
     "Check that fastbench works on this device. It prints a verdict for each check and a line to paste into an issue."
+    from fastbench.page.report import check_page, write_page
     check_folder(out)
+    page = check_page(page or Path(out)/'selftest.html')
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # of libraries, as they are imported
         import fastbench.selftest.numbers, fastbench.selftest.trainings
@@ -37,8 +39,7 @@ def selftest(
         if not as_json: print(f"  {row['check']}: {row['verdict']}{why}", file=sys.stderr, flush=True)
     found = selftest(device, full, tuple(only or ()), tell)
     save(found.run, out)
-    page = page or Path(out)/'selftest.html'
-    write_whole(page, found.html)
+    write_page(page, found.html)
     print(found.to_json() if as_json else found)
     if not as_json: print(f'{page} holds the report, {found.run.id} the Run')
     raise typer.Exit(1 if found.run.status != 'ok' else 0)

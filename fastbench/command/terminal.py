@@ -188,7 +188,7 @@ def told_as_run(recipe): # recipe: what is built or trained in the block
     from fastbench.bench.failure import said
     try: yield
     except UserError: raise
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         if not is_own(recipe.name): raise
         say(recipe.story(e).rstrip())
         say(f'fastbench: {recipe.name} failed: {type(e).__name__}: {said(e)}')

@@ -161,7 +161,7 @@ class AB:
                  pairs:int=10, # At most
                  budget:float|None=None, # Seconds, at most
                  early:bool=True, # Stop when the answer is clear
-                 limit:float|None=None, # A share: nor is it clear while B may or may not be slower by more than this
+                 limit:float|None=None, # A share: nor is it clear while B or a phase may be slower by more than this
                  run=(launch, launch), # Who makes a run of A, and of B: as `launch`
                  folder=FOLDER, # Where Runs are kept
                  seed:int=0, # Of the order within pairs
@@ -209,8 +209,8 @@ def measure(self:AB):
 # %% ../../nbs/compare/06_ab.ipynb #3f0c92d1
 @patch
 def _is_clear(self:AB):
-    v = overall(self.result(EARLY).verdicts)
-    return v.verdict != 'unknown' and (self.limit is None or not v.low <= 1+self.limit <= v.high)
+    c = self.result(EARLY)
+    return overall(c.verdicts).verdict != 'unknown' and (self.limit is None or c.is_decided(self.limit))
 
 @patch
 def _keep_level(self:AB):
@@ -323,7 +323,7 @@ def ab(a, # A recipe or its name, a function that returns a Learner or its name
        on=(), # What else is meant to differ, as in `compare`
        anyway:bool=False, # Compare what is not comparable, and say so
        threshold:float=.01, # A share: a difference up to this does not matter
-       limit:float|None=None, # A share, of a gate: pairs go on while B may or may not be slower by more than this
+       limit:float|None=None, # A share, of a gate: pairs go on while B or a phase may be slower by more than this
        folder=FOLDER, # Where the Runs are kept
        device=None, # Where; fastai's default device if None
        offline:bool=False, # Never open a connection

@@ -222,15 +222,30 @@ def faster_but_worse(self:Compared): # 'a', 'b' or None
     if not v or not acc: return None
     return {('faster', 'worse'): 'b', ('slower', 'better'): 'a'}.get((v.verdict, acc['verdict']))
 
+# %% ../../nbs/compare/03_runs.ipynb #gated002
+@patch
+def _times(self:Compared, least):
+    "Verdicts on times that weigh at least `least`"
+    times = {(r['phase'], r['action']) for r in self.rows if r['kind'] == 'time' and r['share'] >= least}
+    return {k: v for k,v in self.verdicts.items() if k in times}
+
 @patch
 def slower_than(self:Compared, limit, # A share: .05 is 5%
                 least=.01, # Phases below this share of B's fit stay out
     )->list: # (phase, action)
     "Times shown to be slower by more than `limit`: `overall` by itself, those that weigh at least `least` as a family"
-    times = {(r['phase'], r['action']) for r in self.rows if r['kind'] == 'time' and r['share'] >= least}
-    each,whole = {k: v for k,v in self.verdicts.items() if k in times},overall(self.verdicts)
+    each,whole = self._times(least),overall(self.verdicts)
     alone = {k: v for k,v in each.items() if v is whole}
     return shown_above(alone, limit) + shown_above({k: v for k,v in each.items() if k not in alone}, limit)
+
+# %% ../../nbs/compare/03_runs.ipynb #gated004
+@patch
+def is_decided(self:Compared, limit, # As for `slower_than`
+               least=.01, # As for `slower_than`
+    )->bool:
+    "Is each of these times shown to be slower by more than `limit`, or shown not to be?"
+    slow = self.slower_than(limit, least)
+    return all(k in slow or v.high < 1+limit for k,v in self._times(least).items())
 
 # %% ../../nbs/compare/03_runs.ipynb #0b455430
 _said = dict(unknown='cannot tell', same='no difference') # What a person reads

@@ -73,7 +73,7 @@ def failed(self:Board, e, # The error
            where:str=''): # Its traceback, if not that of `e`
     "Report why this process ends"
     line = line or (str(e) if isinstance(e, UserError) else ' '.join(f'{type(e).__name__}: {e}'.split()))
-    self.say('error', line=line, of_user=isinstance(e, UserError), echo=is_echo(e),
+    self.say('error', line=line, of_user=isinstance(e, UserError) and type(e).__name__, echo=is_echo(e),
              traceback=where or ''.join(traceback.format_exception(e)), time=time.time())
 
 # %% ../../nbs/distributed/10_board.ipynb #6a1cda1f
@@ -89,6 +89,11 @@ def earlier(self:Board, what # 'here', 'error' or 'result'
     "Return what this process reported before it was restarted"
     said = _read(self.file(what)) or {}
     return said if said.get('attempt', self.attempt) < self.attempt else {}
+
+@patch
+def variables(self:Board)->dict: # Name -> value
+    "Return the environment variables that are handed over in a file, not in a command that everybody sees"
+    return _read(self.folder/'variables.json') or {}
 
 # %% ../../nbs/distributed/10_board.ipynb #653445b4
 class Lookout:

@@ -39,13 +39,18 @@ class KeptCache:
         return f"{self.about['n']:,} items, {', '.join(self.about['fields'])}"
 
 # %% ../../nbs/draw/20_kept.ipynb #83af390b
+def _is_about(o):
+    if not isinstance(o, dict) or 'format' not in o: return False
+    return o['format'] != FORMAT or isinstance(o.get('n'), int) and isinstance(o.get('fields'), list)
+
 def read_about(folder # Of a cache
     )->dict: # Empty if it cannot be read
     "What `cache.json` says"
     try: about = json.loads((Path(folder)/'cache.json').read_text(encoding='utf-8'))
     except (OSError, ValueError): return {}
-    return about if isinstance(about, dict) and 'format' in about else {}
+    return about if _is_about(about) else {}
 
+# %% ../../nbs/draw/20_kept.ipynb #keptsize
 def _size(folder): return sum(o.stat().st_size for o in folder.rglob('*') if o.is_file())
 
 def _kept(folder):
@@ -57,7 +62,9 @@ def kept_caches(where=None # As for `caches_dir`
     )->list: # Of `KeptCache`, by name
     "The caches in a folder, those that are unfinished too"
     root = caches_dir(where)
-    def is_ours(o): return o.is_dir() and ((o/'cache.json').is_file() or o.name.endswith('.building'))
+    def is_ours(o):
+        if not o.is_dir() or not (o/'cache.json').is_file(): return o.is_dir() and o.name.endswith('.building')
+        return bool(read_about(o)) or (o/'index.npz').is_file()
     try: return [_kept(o) for o in sorted(root.iterdir()) if is_ours(o)] if root.is_dir() else []
     except PermissionError as e:
         raise UserError(f'{e.filename} cannot be read: {e.strerror}. Name another folder, or ask its owner') from e
@@ -89,4 +96,4 @@ def _remove(folder):
         lock.unlink(missing_ok=True)
     except OSError as e:
         if not folder.exists(): return
-        raise UserError(f'the cache {folder} cannot be removed: {e.strerror} ({e.filename})') from e
+        raise UserError(f'the cache {folder} cannot be removed: {e}') from e

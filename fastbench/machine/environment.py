@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BENEATH', 'ALLOWED', 'cpu_model', 'cpu_limit', 'memory_limit', 'cores', 'worker_cores', 'versions', 'variables',
-           'host_id', 'git_state', 'commits', 'is_alive', 'fp32_modes', 'torch_state', 'environment', 'device_info',
-           'known_device']
+           'host_id', 'call_git', 'git_state', 'commits', 'is_alive', 'fp32_modes', 'torch_state', 'environment',
+           'device_info', 'known_device']
 
 # %% ../../nbs/machine/00_environment.ipynb #0c8c887a
 import functools, hashlib, os, platform, re, subprocess, sys
@@ -122,19 +122,30 @@ def host_id(name=None, # Host name, by default this machine's
     return hashlib.sha256(f'fastbench host: {name or platform.node()}'.encode()).hexdigest()[:12]
 
 # %% ../../nbs/machine/00_environment.ipynb #9fe4d291
+# what git tells its hooks, and what would hold for any other repository as well
+_of_hooks = 'GIT_DIR', 'GIT_WORK_TREE', 'GIT_INDEX_FILE', 'GIT_COMMON_DIR', 'GIT_PREFIX'
+
+def call_git(folder, # Within a checkout
+        *args, # Of git
+        timeout=10, # Seconds; None: it may take any time
+    )->subprocess.CompletedProcess: # With `stdout` and `stderr` as text
+    "Run git on the checkout that holds `folder`, also from a hook of git"
+    env = {k: v for k,v in os.environ.items() if k not in _of_hooks} | dict(LC_ALL='C')
+    return subprocess.run(['git', '--no-optional-locks', '-C', str(folder), *args], capture_output=True, env=env,
+                          encoding='utf-8', errors='replace', timeout=timeout)
+
+# %% ../../nbs/machine/00_environment.ipynb #gitstate1
 def git_state(folder, # Any folder
     )->dict|None: # commit; dirty: does a tracked file differ from it? None where there is no commit
     "Commit of the checkout that holds `folder`"
-    def git(*args):
-        command = ['git', '--no-optional-locks', '-C', str(folder), *args]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10)
     try:
-        head = git('rev-parse', 'HEAD')
+        head = call_git(folder, 'rev-parse', 'HEAD')
         if head.returncode: return None
-        changed = git('status', '--porcelain', '--untracked-files=no').stdout.strip()
+        changed = call_git(folder, 'status', '--porcelain', '--untracked-files=no').stdout.strip()
         return dict(commit=head.stdout.strip(), dirty=bool(changed))
     except (OSError, subprocess.SubprocessError): return None
 
+# %% ../../nbs/machine/00_environment.ipynb #gitstate2
 def commits(
     )->dict: # fastbench and folder, each a `git_state`, where there is one
     "The commits that a Run depends on"

@@ -90,6 +90,7 @@ def _function(source):
     if not isinstance(f, type) and callable(f): return f
     raise UserError(f'{source.given} is {_a(f)}, not a function that returns a Learner')
 
+# %% ../../nbs/own/01_call.ipynb #impfun01
 def import_function(source:Source # File and name
     ): # The function
     "Import the function of a source"
@@ -97,11 +98,19 @@ def import_function(source:Source # File and name
     try:
         f = _function(source)
         check_imports(source)
-    except BaseException:
+    except BaseException as e:
         close_imports(failed=True)
-        raise
+        if isinstance(e, (UserError, KeyboardInterrupt)): raise
+        raise _not_imported(source, e) from e
     close_imports()
     return f
+
+def _not_imported(source, e):
+    own = [o for o in traceback.extract_tb(e.__traceback__) if Path(o.filename).is_relative_to(source.root)]
+    at = f' ({Path(own[-1].filename).name}, line {own[-1].lineno})' if own else ''
+    what = ' '.join(f'{type(e).__name__}: {e}'.split())
+    return UserError(f'{source.given} cannot be imported{at}: {what}. It has no `def` of its own to read, so its file '
+                     'is run first')
 
 # %% ../../nbs/own/01_call.ipynb #24acb1ce
 def _a(o):
@@ -232,6 +241,12 @@ def _items_wanted(given):
                         'right folder, does it hold files of the kind that is asked for, and does the splitter leave '
                         'some to train on?') from e
 
+# %% ../../nbs/own/01_call.ipynb #called02
+def _called(f, recipe):
+    given,all_ = recipe.arguments(),inspect.signature(f).parameters.values()
+    first = [given.pop(o.name, o.default) for o in all_ if o.kind is o.POSITIONAL_ONLY]
+    return f(*first, **given)
+
 # %% ../../nbs/own/01_call.ipynb #cfc8d28f
 def build(recipe, # A recipe of a function
           device=None, # Where to train; None: fastai's default
@@ -259,10 +274,10 @@ def build(recipe, # A recipe of a function
 def _call(recipe):
     "Call the function and check what it returns"
     source = recipe.source
-    if not isinstance(source, Source): learn,fit = check_returned(source.f(**recipe.arguments()), recipe.function)
+    if not isinstance(source, Source): learn,fit = check_returned(_called(source.f, recipe), recipe.function)
     else:
         open_imports(source)
-        learn,fit = check_returned(_function(source)(**recipe.arguments()), recipe.function)
+        learn,fit = check_returned(_called(_function(source), recipe), recipe.function)
         check_imports(source)
     if fit is not None: _check_fit(recipe)
     return learn,fit

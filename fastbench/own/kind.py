@@ -101,10 +101,16 @@ def _as_field(p):
 # %% ../../nbs/own/02_kind.ipynb #49573f8b
 _names = 'name', 'about', 'function'  # parameters cannot change the name of a recipe
 
+def _is_taken(name):
+    "Return whether a recipe has something else of that name, so that no parameter can be set by it"
+    if name in Function.__dataclass_fields__: return name in _names
+    return name in ('kind', 'own', 'parameters', 'source') or hasattr(Function, name)
+
+# %% ../../nbs/own/02_kind.ipynb #kindof01
 @lru_cache(maxsize=256)
 def _kind_of(source, parameters):
     "Make the kind of the recipes of one function"
-    own = [p for p in parameters if p.name not in _names]
+    own = [p for p in parameters if not _is_taken(p.name)]
     space = dict(source=source, parameters=parameters, own=frozenset(o.name for o in own), __reduce__=_reduce)
     cls = make_dataclass('Function', list(map(_as_field, own)), bases=(Function,), namespace=space, frozen=True)
     cls.__doc__,cls.__module__ = Function.__doc__,__name__
@@ -194,10 +200,14 @@ def inert(self:Function)->frozenset: # Names
     "Fields that the function decides itself"
     return frozenset(_left) - self.own
 
+# %% ../../nbs/own/02_kind.ipynb #named001
+def _named(kind): return [o.name for o in getattr(kind, 'parameters', ())]
+
 @patch(cls_method=True)
 def refuse(cls:Function, k, v): # k: a field that the kind does not have; v: its value
     "Refuse an unknown field, and list the parameters"
-    known = [o.name for o in getattr(cls, 'parameters', ())]
+    known = _named(cls)
+    if k in known: raise _taken(cls, k)
     near = get_close_matches(k, [*known, *cls.__dataclass_fields__], n=1)
     hint = f' did you mean {near[0]!r}?' if near else ''
     has = f"its parameters are {', '.join(known)}" if known else 'it has no parameters'
@@ -205,6 +215,7 @@ def refuse(cls:Function, k, v): # k: a field that the kind does not have; v: its
     raise UserError(f'{k}={v!r} cannot be: {k!r} is neither a parameter of the function nor a switch;{hint} '
                     f'{has}{show}')
 
+# %% ../../nbs/own/02_kind.ipynb #taken001
 def _taken(self, k):
     return UserError(f'{self.source.given} has a parameter {k!r}, and that is what a recipe calls its own {k}: it '
                      'cannot be set. Call the parameter otherwise')
@@ -212,8 +223,9 @@ def _taken(self, k):
 @patch
 def __post_init__(self:Function):
     for k in ('name', 'function'):
-        given = any(p.name == k for p in getattr(self, 'parameters', ())) and self.source.given
+        given = k in _named(self) and self.source.given
         if given and not str(getattr(self, k)).startswith(given): raise _taken(self, k) # rungs of a ladder begin so
+    if self.about and self.name == self.function and 'about' in _named(self): raise _taken(self, 'about')
     for k in () if type(self) is Function else sorted(self.inert):
         if (v := getattr(self, k)) == Function.__dataclass_fields__[k].default: continue
         raise UserError(f'{k}={v!r} has no effect: {self.function} has no parameter {k!r}. Give it one, and use it')
@@ -249,8 +261,9 @@ def ref(self:Function)->str: # `/where/it/is/train.py:make`
 @patch
 def ready(self:Function):
     "Refuse a function that cannot be called, before a process is started for it"
-    need = [p.name for p in self.parameters if p.default is REQUIRED and getattr(self, p.name, None) is None]
-    if never := [p.name for p in self.parameters if p.default is REQUIRED and p.name in _names]:
+    need = [p.name for p in self.parameters if p.default is REQUIRED and not _is_taken(p.name)
+            and getattr(self, p.name) is None]
+    if never := [p.name for p in self.parameters if p.default is REQUIRED and _is_taken(p.name)]:
         raise _taken(self, never[0])
     if not need: return
     raise UserError(f'{self.function} needs {", ".join(need)}: give the parameter a default, or --set {need[0]}=VALUE')

@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from ..errors import UserError, unknown
-from ..machine.environment import git_state
+from ..machine.environment import call_git, git_state
 
 # %% ../../nbs/own/00_source.ipynb #f7d6eae6
 _module = re.compile(r'[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*')
@@ -230,9 +230,9 @@ def own_files(source:Source # The function
 def run_git(folder, # Folder within a checkout
             *args): # Arguments of git
     "Return what git prints; None if it fails, or is not installed"
-    try: got = subprocess.run(['git', '--no-optional-locks', '-C', str(folder), *args], capture_output=True, timeout=10)
+    try: got = call_git(folder, *args)
     except (OSError, subprocess.SubprocessError): return None
-    return None if got.returncode else got.stdout.decode(errors='replace').strip()
+    return None if got.returncode else got.stdout.strip()
 
 def repository(folder # Any folder
     )->Path|None: # None if there is none, or git is not installed

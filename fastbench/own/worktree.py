@@ -6,7 +6,7 @@
 __all__ = ['at_commit', 'sides']
 
 # %% ../../nbs/own/03_worktree.ipynb #251d023e
-import subprocess, sys
+import os, re
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,22 +14,45 @@ from shutil import rmtree
 from tempfile import mkdtemp
 
 from ..errors import UserError
+from ..machine.environment import call_git
 from .source import Source, check_function, origin, repository, run_git
 
 # %% ../../nbs/own/03_worktree.ipynb #1742736b
 def _commit_of(top, ref):
     commit = run_git(top, 'rev-parse', '--verify', '--quiet', '--end-of-options', f'{ref}^{{commit}}')
     if commit: return commit
+    if run_git(top, 'rev-list', '-n1', '--all') == '': raise UserError('the repository has no commit yet: commit first')
     known = (run_git(top, 'for-each-ref', '--format=%(refname:short)', '--count=8') or '').split()
     raise UserError(f'{ref!r} is no commit, branch or tag of the repository. Known: {", ".join(known)}. In a shallow '
                     'clone, as CI makes them, fetch it first: git fetch origin BRANCH')
 
+# %% ../../nbs/own/03_worktree.ipynb #refused01
+def _refused(folder):
+    "Why git does not say which repository holds a folder; '' if there is none"
+    try: said = call_git(folder, 'rev-parse', '--show-toplevel').stderr
+    except FileNotFoundError: return 'git is not here: install it'
+    whose = re.search(r"dubious ownership in repository at '(.+)'", said)
+    return whose and ('the repository belongs to another user, so git does not read it, as in a container of CI: '
+                      f'git config --global --add safe.directory {whose[1]}')
+
 def _top_of(source):
     top = repository(source.file.parent)
     if top: return top.resolve()
+    if (why := _refused(source.file.parent)): raise UserError(why)
     raise UserError(f'{source.file.name} is in no git repository: there is no other commit to compare with')
 
 # %% ../../nbs/own/03_worktree.ipynb #70647a93
+def _add(top, to, commit, ref):
+    "Check out a commit, and in it the submodules that the checkout has, too; yield their repositories"
+    yield top
+    made = call_git(top, '-c', f'core.hooksPath={os.devnull}', 'worktree', 'add', '--detach', '--quiet', str(to),
+                    commit, timeout=None)
+    if made.returncode: raise UserError(f'git could not check {ref} out: {" ".join(made.stderr.split())}')
+    for o in (run_git(to, 'ls-files', '--stage', '-z') or '').split('\0'):
+        mode,sha,_,path = o.split(maxsplit=3) if o else ['']*4
+        if mode == '160000' and (top/path/'.git').exists(): yield from _add(top/path, to/path, sha, f'{ref} of {path}')
+
+# %% ../../nbs/own/03_worktree.ipynb #atcommit1
 @contextmanager
 def at_commit(source:Source, # The function in the checkout
               ref:str, # A commit, branch or tag
@@ -37,17 +60,15 @@ def at_commit(source:Source, # The function in the checkout
     "Check out a source at another commit"
     top = _top_of(source)
     commit,file = _commit_of(top, ref),source.file.resolve().relative_to(top)
-    folder = Path(mkdtemp(prefix='fastbench-'))
+    folder,tops = Path(mkdtemp(prefix='fastbench-')),[]
     try:
-        add = ['git', '-C', str(top), 'worktree', 'add', '--detach', '--quiet', str(folder/'code'), commit]
-        made = subprocess.run(add, capture_output=True, text=True)
-        if made.returncode: raise UserError(f'git could not check {ref} out: {" ".join(made.stderr.split())}')
+        for o in _add(top, folder/'code', commit, ref): tops.append(o)
         yield _there(source, folder/'code', file, top, f'{ref} ({commit[:7]})')
     finally:
-        run_git(top, 'worktree', 'remove', '--force', str(folder/'code'))
         rmtree(folder, ignore_errors=True)
-        run_git(top, 'worktree', 'prune')
+        for o in tops: run_git(o, 'worktree', 'prune')
 
+# %% ../../nbs/own/03_worktree.ipynb #atcommit2
 def _there(source, code, file, top, named):
     if not (code/file).is_file(): raise UserError(f'{file} is not there at {named}: was it added, or moved, later?')
     other = replace(source, file=code/file, instead_of=top)

@@ -20,7 +20,9 @@ class Trouble(Callback):
         if self.what == 'once' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise ValueError('not yet')
         if self.what == 'killed once' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os.kill(os.getpid(), signal.SIGKILL)
         if self.what == 'error': raise ValueError('a sample of this process is bad')
+        if self.what == 'exit': raise SystemExit(0)
         if self.what == 'memory': raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
+        if self.what == 'kill': print('this process is about to be killed', flush=True)
         if self.what == 'kill': os.kill(os.getpid(), signal.SIGKILL)
         if self.what == 'hang': stand_still()
         if self.what == 'nan': self.learn.xb = (self.x*float('nan'),)
@@ -40,8 +42,8 @@ def stand_still():
     while True: time.sleep(1)
 
 
-def make(what: str = '', epochs: int = 1, lr: float = .1):
+def make(what: str = '', epochs: int = 1, lr: float = .1, workers: int = 0):
     torch.manual_seed(0)
     items = [(torch.randn(8), i % 2) for i in range(64 if what == 'fewer' and os.environ.get('RANK') == '1' else 128)]
-    dls = DataLoaders(DataLoader(Late(items) if what == 'late' else items, bs=4), DataLoader(items[:16], bs=4))
+    dls = DataLoaders(DataLoader(Late(items) if what == 'late' else items, bs=4, num_workers=workers), DataLoader(items[:16], bs=4))
     return Learner(dls, nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), metrics=accuracy, cbs=Trouble(what), lr=lr)
