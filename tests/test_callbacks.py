@@ -1,8 +1,10 @@
 "EMA and FirstBatches where a reader of the lessons does not look: inner validations, cancelled ones, batch norm, several fits."
+import numpy as np
 import pytest
 import torch
 from fastai.callback.core import Callback, CancelEpochException, CancelFitException, CancelValidException, FetchPredsCallback
 from fastai.callback.schedule import Learner  # noqa: F401
+from fastai.callback.tracker import EarlyStoppingCallback, SaveModelCallback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.optimizer import SGD
@@ -100,6 +102,62 @@ def test_first_batches_with_more_than_there_are():
     learn = make(FirstBatches(100))
     learn.fit(1)
     assert len(learn.recorder.losses) == 8
+
+
+@pytest.mark.parametrize('ends', ['early', 'late'])
+def test_a_search_for_a_learning_rate_leaves_the_weights(ends, tmp_path):
+    learn = make(EMACallback(.5))
+    learn.path = tmp_path
+    learn.fit(1)
+    before = [o.clone() for o in learn.model.state_dict().values()]
+    learn.lr_find(num_it=4 if ends == 'early' else 30, show_plot=False)
+    assert all(map(torch.equal, before, learn.model.state_dict().values())) and not learn.ema._on
+
+
+@pytest.mark.parametrize('keep', [True, False])
+@pytest.mark.parametrize('kwargs, ended', [(dict(), False), (dict(), True), (dict(every_epoch=True), False), (dict(at_end=True), False)])
+def test_what_is_saved_is_what_was_validated(keep, kwargs, ended, tmp_path):
+    "Also where the best epoch is not the last, and where another callback ends the fit"
+    learn, valid = make(EMACallback(.5, keep=keep)), []
+    learn.path, after = tmp_path, Last()
+    learn.add_cb(after).add_cb(on(before_batch=lambda: None if learn.training else valid.append(weights(learn)) if learn.iter == 0 else None))
+    save = SaveModelCallback(monitor='train_loss', comp=lambda now, best: learn.epoch == 1, **kwargs)  # the second is the best
+    learn.fit(6, cbs=[save, *([EarlyStoppingCallback(monitor='train_loss', comp=np.greater, patience=2)] if ended else [])])
+    assert learn.epoch == (2 if ended else 5) or not ended
+    final = valid[-1] if keep else after.raw
+    if kwargs.get('every_epoch'):
+        for i, w in enumerate(valid): assert torch.equal(torch.load(tmp_path/f'models/model_{i}.pth')['0.weight'], w)
+    else:
+        saved = torch.load(tmp_path/'models/model.pth')['0.weight']
+        assert torch.equal(saved, final if kwargs else valid[1])
+        if not kwargs: final = valid[1]
+    assert torch.equal(weights(learn), final) and not learn.ema._on and not learn.ema._swapped
+
+
+def test_after_a_validation_inside_that_failed_the_raw_weights_are_trained():
+    "And one at the end of an epoch leaves the average to the callbacks that come after it"
+    def fails(*_): raise ValueError
+    last, before, seen = Last(), [], []
+    def inside():
+        if not learn.training or learn.iter != 2: return
+        own, learn.loss_func = learn.loss_func, fails
+        with pytest.raises(ValueError): learn.validate()
+        learn.loss_func = own
+        learn.training = True
+        learn.model.train()
+        before.append(weights(learn))
+    def at_end():
+        if learn.lock.locked(): return
+        learn.validate()
+        seen.append((weights(learn), learn.ema._swapped))
+    learn = make([EMACallback(.5, keep=False), last])
+    learn.add_cbs([on(after_batch=inside), on(after_epoch=at_end)])
+    raw = []
+    then = on(after_batch=lambda: raw.append(weights(learn)) if learn.training else None)
+    then.order = 79
+    learn.add_cb(then)
+    learn.fit(1)
+    assert torch.equal(before[0], raw[2]) and seen[0][1] and not torch.equal(seen[0][0], last.raw) and torch.equal(weights(learn), last.raw)
 
 
 class Counts(nn.Module):
@@ -263,3 +321,8 @@ def test_numbers_that_cannot_be(make, said):
 @pytest.mark.parametrize('metric, less', [('rmse', True), ('mse', True), ('mae', True), ('perplexity', True), ('valid_loss', True), ('error_rate', True), ('brier_score', True), ('accuracy', False), ('f1_score', False),
                                           ('dice', False), ('pearsonr', False), ('r2_score', False)])
 def test_which_metrics_are_better_when_they_are_less(metric, less): assert TimeToAccuracy(.5, metric).comp(.4, .5) == less
+
+
+def test_images_that_grow_all_at_once():
+    cb = ProgressiveResize(.5, begin=.5, end=.5)
+    assert [cb.side(64, o) for o in (0., .4, .5, 1.)] == [32, 32, 64, 64]
