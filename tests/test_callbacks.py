@@ -1,24 +1,33 @@
 "EMA and FirstBatches where a reader of the lessons does not look: inner validations, cancelled ones, batch norm, several fits."
+import copy
+
 import numpy as np
 import pytest
 import torch
 from fastai.callback.core import Callback, CancelEpochException, CancelFitException, CancelValidException, FetchPredsCallback
+from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import Learner  # noqa: F401
 from fastai.callback.tracker import EarlyStoppingCallback, SaveModelCallback
-from fastai.data.core import DataLoaders
+from fastai.data.core import DataLoaders, Datasets
 from fastai.data.load import DataLoader
+from fastai.learner import load_learner
 from fastai.optimizer import SGD
 from fastai.vision.core import TensorBBox, TensorPoint
+from fastcore.basics import noop
 from torch import nn
 
 from fastbench.callback.amp import MixedPrecision
+from fastbench.callback.backends import Backends
 from fastbench.callback.channelslast import ChannelsLast
+from fastbench.callback.checkpointing import GradientCheckpointing
+from fastbench.callback.compiling import Compile
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.limit import FirstBatches
 from fastbench.callback.progressive import ProgressiveResize
 from fastbench.callback.target import TimeToAccuracy
 from fastbench.callback.tta import FlipTTA
 from fastbench.errors import UserError
+from fastbench.measure.profiler import Profiler
 from fastbench.train.learner import BenchLearner
 from test_profiler import items, on
 
@@ -326,3 +335,49 @@ def test_which_metrics_are_better_when_they_are_less(metric, less): assert TimeT
 def test_images_that_grow_all_at_once():
     cb = ProgressiveResize(.5, begin=.5, end=.5)
     assert [cb.side(64, o) for o in (0., .4, .5, 1.)] == [32, 32, 64, 64]
+
+
+# A copy of a Learner that is made in the middle of a fit
+
+def row_of(i): return torch.ones(3, 4, 4)*i
+def class_of(i): return torch.tensor(i % 3)
+
+
+class OwnSwitch(nn.Sequential):
+    "As timm's models"
+    grad_checkpointing = False
+
+    def set_grad_checkpointing(self, enable=True): self.grad_checkpointing = enable
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('cb', [lambda: EMACallback(.5), lambda: Backends(benchmark=True), Profiler, GradientCheckpointing, ChannelsLast, lambda: Compile(backend='eager')],
+                         ids=['ema', 'backends', 'profiler', 'checkpointing', 'channels-last', 'compile'])
+@pytest.mark.parametrize('again', [lambda learn: copy.deepcopy(learn), lambda learn: (learn.export('x.pkl'), load_learner(learn.path/'x.pkl'))[1]], ids=['deep-copied', 'exported'])
+@pytest.mark.parametrize('cls', [Learner, BenchLearner])
+def test_a_copy_made_in_mid_fit_fits_like_another(cls, again, cb, tmp_path):
+    def dls(): return Datasets(list(range(20)), [[row_of], [class_of]], splits=[range(16), range(16, 20)]).dataloaders(bs=4, num_workers=0, shuffle=False, device=torch.device('cpu'))
+    def new(*cbs):
+        torch.manual_seed(0)
+        model = OwnSwitch(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+        learn = cls(dls(), model, loss_func=nn.CrossEntropyLoss(), opt_func=SGD, lr=.001, path=tmp_path, cbs=cbs)
+        learn.logger = noop
+        return learn.remove_cb(ProgressCallback)
+    def last(learn): return [o.detach().clone() for o in learn.model.parameters()]
+    copies = []
+    learn = new(cb())
+    class Makes(Callback):
+        order = 90
+        def __reduce__(self): return Callback, ()
+        def after_epoch(self): copies.append(again(self.learn)) if self.learn.epoch == 0 else None
+    learn.add_cb(Makes())
+    learn.fit(2)
+    made, like = copies[0], new(cb())
+    made.dls, made.opt = dls(), None
+    like.model.load_state_dict(made.model.state_dict())
+    for o in (made, like): o.fit(1)
+    assert all(map(torch.equal, last(made), last(like)))
+    for o in (made, learn):
+        assert 'remove_cbs' not in vars(o) and not o.model.grad_checkpointing and o.model[0].weight.is_contiguous()
+        assert vars(o.model).get('_compiled_call_impl') is None
+    if cb is Profiler: assert len(made.profiler.results) and made.profiler is not learn.profiler

@@ -178,6 +178,12 @@ def _swap(self:EMACallback, averaged):
         else: a.data,b.data = b.data,a.data
     self._swapped = bool(averaged)
 
+# %% ../../nbs/callback/04_ema.ipynb #emacopc1
+@patch
+def __getstate__(self:EMACallback):
+    "State of a copy, which is in no fit"
+    return dict(super(EMACallback, self).__getstate__(), _on=False, _swapped=False, _inside=None)
+
 # %% ../../nbs/callback/04_ema.ipynb #6b382679
 @patch
 def state_dict(self:EMACallback)->dict: # Empty outside a fit

@@ -14,6 +14,7 @@ from fastai.callback.core import Callback
 class _Exit:
     "Replaces `learn.remove_cbs` during a fit"
     def __init__(self, learn): self.learn,self.before,self.fs = learn,sys.exc_info()[1],[]
+    def __reduce__(self): return _Exit,(self.learn,)  # a copy of the Learner is in no fit
     def __call__(self, cbs):
         leaving = sys.exc_info()[1]
         if leaving is not None and leaving is not self.before:  # `is`: fastai's Cancel exceptions equal None
