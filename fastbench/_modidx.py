@@ -663,6 +663,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'fastbench.callback.limit.FirstBatches.after_batch': ( 'callback/limit.html#firstbatches.after_batch',
                                                                                                  'fastbench/callback/limit.py'),
                                           'fastbench.callback.limit.FirstBatches.before_batch': ( 'callback/limit.html#firstbatches.before_batch',
+                                                                                                  'fastbench/callback/limit.py'),
+                                          'fastbench.callback.limit.FirstBatches.before_train': ( 'callback/limit.html#firstbatches.before_train',
                                                                                                   'fastbench/callback/limit.py')},
             'fastbench.callback.overflow': { 'fastbench.callback.overflow.StepLog': ( 'callback/overflow.html#steplog',
                                                                                       'fastbench/callback/overflow.py'),

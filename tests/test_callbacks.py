@@ -381,3 +381,25 @@ def test_a_copy_made_in_mid_fit_fits_like_another(cls, again, cb, tmp_path):
         assert 'remove_cbs' not in vars(o) and not o.model.grad_checkpointing and o.model[0].weight.is_contiguous()
         assert vars(o.model).get('_compiled_call_impl') is None
     if cb is Profiler: assert len(made.profiler.results) and made.profiler is not learn.profiler
+
+
+# A search for a learning rate is no fit
+
+def test_first_batches_leave_a_search_for_a_learning_rate_its_steps(tmp_path):
+    learn = make(FirstBatches(2))
+    learn.path = tmp_path
+    learn.lr_find(num_it=20, show_plot=False, stop_div=False)
+    assert len(learn.recorder.losses) == 20
+    learn.fit(1)
+    assert len(learn.recorder.losses) == 2
+
+
+@pytest.mark.parametrize('whole', [True, False])
+def test_a_target_is_not_asked_for_in_a_search_for_a_learning_rate(whole, tmp_path):
+    said = []
+    learn = make(TimeToAccuracy(100., 'valid_loss', whole=whole, tell=said.append))
+    learn.path = tmp_path
+    learn.fit(2)
+    reached, history = learn.time_to_accuracy.reached, learn.time_to_accuracy.history
+    learn.lr_find(num_it=20, show_plot=False)
+    assert learn.time_to_accuracy.reached == reached and learn.time_to_accuracy.history == history and len(said) == 1
