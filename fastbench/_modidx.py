@@ -3365,6 +3365,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'fastbench/measure/lifecycle.py'),
                                              'fastbench.measure.lifecycle._Exit.__reduce__': ( 'measure/lifecycle.html#_exit.__reduce__',
                                                                                                'fastbench/measure/lifecycle.py'),
+                                             'fastbench.measure.lifecycle._Exit._locked': ( 'measure/lifecycle.html#_exit._locked',
+                                                                                            'fastbench/measure/lifecycle.py'),
                                              'fastbench.measure.lifecycle.forget': ( 'measure/lifecycle.html#forget',
                                                                                      'fastbench/measure/lifecycle.py'),
                                              'fastbench.measure.lifecycle.when_cut': ( 'measure/lifecycle.html#when_cut',

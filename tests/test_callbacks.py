@@ -403,3 +403,20 @@ def test_a_target_is_not_asked_for_in_a_search_for_a_learning_rate(whole, tmp_pa
     reached, history = learn.time_to_accuracy.reached, learn.time_to_accuracy.history
     learn.lr_find(num_it=20, show_plot=False)
     assert learn.time_to_accuracy.reached == reached and learn.time_to_accuracy.history == history and len(said) == 1
+
+
+def test_an_error_inside_a_fit_that_a_callback_catches_switches_nothing_off():
+    def fails(): raise ValueError('inside')
+    def tries():
+        if learn.lock.locked() or learn.epoch: return
+        with pytest.raises(ValueError): learn.get_preds(cbs=on(after_pred=fails))
+    layouts, ema = [], EMACallback(.9)
+    learn = make([ChannelsLast(), ema])
+    learn.model.append(nn.Sequential(nn.Unflatten(1, (3, 1, 1)), nn.Conv2d(3, 3, 3, padding=1), nn.Flatten()))
+    learn.add_cb(on(after_epoch=tries, before_batch=lambda: layouts.append(learn.model[3][1].weight.is_contiguous())))
+    learn.fit(2)
+    assert not any(layouts) and ema.average.n_averaged == 16 and 'remove_cbs' not in vars(learn) and learn.model[3][1].weight.is_contiguous()
+    learn.add_cb(on(after_pred=fails))
+    for f in (learn.fit, lambda n: learn.get_preds(cbs=on())):
+        with pytest.raises(ValueError): f(1)
+        assert 'remove_cbs' not in vars(learn) and learn.model[3][1].weight.is_contiguous()
