@@ -1,22 +1,33 @@
 "EMA and FirstBatches where a reader of the lessons does not look: inner validations, cancelled ones, batch norm, several fits."
+import copy
+
+import numpy as np
 import pytest
 import torch
 from fastai.callback.core import Callback, CancelEpochException, CancelFitException, CancelValidException, FetchPredsCallback
+from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import Learner  # noqa: F401
-from fastai.data.core import DataLoaders
+from fastai.callback.tracker import EarlyStoppingCallback, SaveModelCallback
+from fastai.data.core import DataLoaders, Datasets
 from fastai.data.load import DataLoader
+from fastai.learner import load_learner
 from fastai.optimizer import SGD
 from fastai.vision.core import TensorBBox, TensorPoint
+from fastcore.basics import noop
 from torch import nn
 
 from fastbench.callback.amp import MixedPrecision
+from fastbench.callback.backends import Backends
 from fastbench.callback.channelslast import ChannelsLast
+from fastbench.callback.checkpointing import GradientCheckpointing
+from fastbench.callback.compiling import Compile
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.limit import FirstBatches
 from fastbench.callback.progressive import ProgressiveResize
 from fastbench.callback.target import TimeToAccuracy
 from fastbench.callback.tta import FlipTTA
 from fastbench.errors import UserError
+from fastbench.measure.profiler import Profiler
 from fastbench.train.learner import BenchLearner
 from test_profiler import items, on
 
@@ -100,6 +111,62 @@ def test_first_batches_with_more_than_there_are():
     learn = make(FirstBatches(100))
     learn.fit(1)
     assert len(learn.recorder.losses) == 8
+
+
+@pytest.mark.parametrize('ends', ['early', 'late'])
+def test_a_search_for_a_learning_rate_leaves_the_weights(ends, tmp_path):
+    learn = make(EMACallback(.5))
+    learn.path = tmp_path
+    learn.fit(1)
+    before = [o.clone() for o in learn.model.state_dict().values()]
+    learn.lr_find(num_it=4 if ends == 'early' else 30, show_plot=False)
+    assert all(map(torch.equal, before, learn.model.state_dict().values())) and not learn.ema._on
+
+
+@pytest.mark.parametrize('keep', [True, False])
+@pytest.mark.parametrize('kwargs, ended', [(dict(), False), (dict(), True), (dict(every_epoch=True), False), (dict(at_end=True), False)])
+def test_what_is_saved_is_what_was_validated(keep, kwargs, ended, tmp_path):
+    "Also where the best epoch is not the last, and where another callback ends the fit"
+    learn, valid = make(EMACallback(.5, keep=keep)), []
+    learn.path, after = tmp_path, Last()
+    learn.add_cb(after).add_cb(on(before_batch=lambda: None if learn.training else valid.append(weights(learn)) if learn.iter == 0 else None))
+    save = SaveModelCallback(monitor='train_loss', comp=lambda now, best: learn.epoch == 1, **kwargs)  # the second is the best
+    learn.fit(6, cbs=[save, *([EarlyStoppingCallback(monitor='train_loss', comp=np.greater, patience=2)] if ended else [])])
+    assert learn.epoch == (2 if ended else 5) or not ended
+    final = valid[-1] if keep else after.raw
+    if kwargs.get('every_epoch'):
+        for i, w in enumerate(valid): assert torch.equal(torch.load(tmp_path/f'models/model_{i}.pth')['0.weight'], w)
+    else:
+        saved = torch.load(tmp_path/'models/model.pth')['0.weight']
+        assert torch.equal(saved, final if kwargs else valid[1])
+        if not kwargs: final = valid[1]
+    assert torch.equal(weights(learn), final) and not learn.ema._on and not learn.ema._swapped
+
+
+def test_after_a_validation_inside_that_failed_the_raw_weights_are_trained():
+    "And one at the end of an epoch leaves the average to the callbacks that come after it"
+    def fails(*_): raise ValueError
+    last, before, seen = Last(), [], []
+    def inside():
+        if not learn.training or learn.iter != 2: return
+        own, learn.loss_func = learn.loss_func, fails
+        with pytest.raises(ValueError): learn.validate()
+        learn.loss_func = own
+        learn.training = True
+        learn.model.train()
+        before.append(weights(learn))
+    def at_end():
+        if learn.lock.locked(): return
+        learn.validate()
+        seen.append((weights(learn), learn.ema._swapped))
+    learn = make([EMACallback(.5, keep=False), last])
+    learn.add_cbs([on(after_batch=inside), on(after_epoch=at_end)])
+    raw = []
+    then = on(after_batch=lambda: raw.append(weights(learn)) if learn.training else None)
+    then.order = 79
+    learn.add_cb(then)
+    learn.fit(1)
+    assert torch.equal(before[0], raw[2]) and seen[0][1] and not torch.equal(seen[0][0], last.raw) and torch.equal(weights(learn), last.raw)
 
 
 class Counts(nn.Module):
@@ -263,3 +330,93 @@ def test_numbers_that_cannot_be(make, said):
 @pytest.mark.parametrize('metric, less', [('rmse', True), ('mse', True), ('mae', True), ('perplexity', True), ('valid_loss', True), ('error_rate', True), ('brier_score', True), ('accuracy', False), ('f1_score', False),
                                           ('dice', False), ('pearsonr', False), ('r2_score', False)])
 def test_which_metrics_are_better_when_they_are_less(metric, less): assert TimeToAccuracy(.5, metric).comp(.4, .5) == less
+
+
+def test_images_that_grow_all_at_once():
+    cb = ProgressiveResize(.5, begin=.5, end=.5)
+    assert [cb.side(64, o) for o in (0., .4, .5, 1.)] == [32, 32, 64, 64]
+
+
+# A copy of a Learner that is made in the middle of a fit
+
+def row_of(i): return torch.ones(3, 4, 4)*i
+def class_of(i): return torch.tensor(i % 3)
+
+
+class OwnSwitch(nn.Sequential):
+    "As timm's models"
+    grad_checkpointing = False
+
+    def set_grad_checkpointing(self, enable=True): self.grad_checkpointing = enable
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('cb', [lambda: EMACallback(.5), lambda: Backends(benchmark=True), Profiler, GradientCheckpointing, ChannelsLast, lambda: Compile(backend='eager')],
+                         ids=['ema', 'backends', 'profiler', 'checkpointing', 'channels-last', 'compile'])
+@pytest.mark.parametrize('again', [lambda learn: copy.deepcopy(learn), lambda learn: (learn.export('x.pkl'), load_learner(learn.path/'x.pkl'))[1]], ids=['deep-copied', 'exported'])
+@pytest.mark.parametrize('cls', [Learner, BenchLearner])
+def test_a_copy_made_in_mid_fit_fits_like_another(cls, again, cb, tmp_path):
+    def dls(): return Datasets(list(range(20)), [[row_of], [class_of]], splits=[range(16), range(16, 20)]).dataloaders(bs=4, num_workers=0, shuffle=False, device=torch.device('cpu'))
+    def new(*cbs):
+        torch.manual_seed(0)
+        model = OwnSwitch(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+        learn = cls(dls(), model, loss_func=nn.CrossEntropyLoss(), opt_func=SGD, lr=.001, path=tmp_path, cbs=cbs)
+        learn.logger = noop
+        return learn.remove_cb(ProgressCallback)
+    def last(learn): return [o.detach().clone() for o in learn.model.parameters()]
+    copies = []
+    learn = new(cb())
+    class Makes(Callback):
+        order = 90
+        def __reduce__(self): return Callback, ()
+        def after_epoch(self): copies.append(again(self.learn)) if self.learn.epoch == 0 else None
+    learn.add_cb(Makes())
+    learn.fit(2)
+    made, like = copies[0], new(cb())
+    made.dls, made.opt = dls(), None
+    like.model.load_state_dict(made.model.state_dict())
+    for o in (made, like): o.fit(1)
+    assert all(map(torch.equal, last(made), last(like)))
+    for o in (made, learn):
+        assert 'remove_cbs' not in vars(o) and not o.model.grad_checkpointing and o.model[0].weight.is_contiguous()
+        assert vars(o.model).get('_compiled_call_impl') is None
+    if cb is Profiler: assert len(made.profiler.results) and made.profiler is not learn.profiler
+
+
+# A search for a learning rate is no fit
+
+def test_first_batches_leave_a_search_for_a_learning_rate_its_steps(tmp_path):
+    learn = make(FirstBatches(2))
+    learn.path = tmp_path
+    learn.lr_find(num_it=20, show_plot=False, stop_div=False)
+    assert len(learn.recorder.losses) == 20
+    learn.fit(1)
+    assert len(learn.recorder.losses) == 2
+
+
+@pytest.mark.parametrize('whole', [True, False])
+def test_a_target_is_not_asked_for_in_a_search_for_a_learning_rate(whole, tmp_path):
+    said = []
+    learn = make(TimeToAccuracy(100., 'valid_loss', whole=whole, tell=said.append))
+    learn.path = tmp_path
+    learn.fit(2)
+    reached, history = learn.time_to_accuracy.reached, learn.time_to_accuracy.history
+    learn.lr_find(num_it=20, show_plot=False)
+    assert learn.time_to_accuracy.reached == reached and learn.time_to_accuracy.history == history and len(said) == 1
+
+
+def test_an_error_inside_a_fit_that_a_callback_catches_switches_nothing_off():
+    def fails(): raise ValueError('inside')
+    def tries():
+        if learn.lock.locked() or learn.epoch: return
+        with pytest.raises(ValueError): learn.get_preds(cbs=on(after_pred=fails))
+    layouts, ema = [], EMACallback(.9)
+    learn = make([ChannelsLast(), ema])
+    learn.model.append(nn.Sequential(nn.Unflatten(1, (3, 1, 1)), nn.Conv2d(3, 3, 3, padding=1), nn.Flatten()))
+    learn.add_cb(on(after_epoch=tries, before_batch=lambda: layouts.append(learn.model[3][1].weight.is_contiguous())))
+    learn.fit(2)
+    assert not any(layouts) and ema.average.n_averaged == 16 and 'remove_cbs' not in vars(learn) and learn.model[3][1].weight.is_contiguous()
+    learn.add_cb(on(after_pred=fails))
+    for f in (learn.fit, lambda n: learn.get_preds(cbs=on())):
+        with pytest.raises(ValueError): f(1)
+        assert 'remove_cbs' not in vars(learn) and learn.model[3][1].weight.is_contiguous()

@@ -415,6 +415,13 @@ def test_a_model_that_mixes_is_told(model):
     clean(learn, model)
 
 
+def test_weights_in_double_precision_are_named():
+    learn = make()
+    learn.model.double()
+    with pytest.raises(UserError, match=r'weights of Net are float64.*model.float\(\)'): learn.fit(1)
+    assert next(learn.model.parameters()).dtype == torch.float64
+
+
 def test_channels_last_stays():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)).to(memory_format=torch.channels_last)
     formats = []

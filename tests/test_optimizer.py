@@ -21,6 +21,7 @@ from fastbench.bench.learner import bench_learner
 from fastbench.train.optimizer import TorchOptimizer, foreach_adam, foreach_adamw, foreach_sgd, fused_adam, fused_adamw, fused_sgd, torch_opt
 from fastbench.errors import UserError
 from fastbench.train.learner import BenchLearner
+from fastbench.train.muon import muon
 from gpu import needs_gpu, to_gpu
 from test_profiler import on
 
@@ -328,3 +329,12 @@ def test_on_cuda(theirs, ours, tmp_path):
         learn.fit(1)
         got.append(learn)
     assert all(torch.allclose(x, y, rtol=1e-3, atol=1e-5) for x, y in zip(*map(params, got)))
+
+
+def test_filters_that_begin_at_zero_learn():
+    w = torch.nn.Parameter(torch.zeros(4, 2, 3, 3))
+    opt = muon([w], lr=.1)
+    for _ in range(2):
+        w.grad = torch.randn(4, 2, 3, 3)
+        opt.step()
+    assert w.isfinite().all() and w.norm() > 0

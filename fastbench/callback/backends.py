@@ -42,6 +42,9 @@ class Backends(DuringFit):
         tf32:bool|None=None, # TF32 in fp32 matrix products and convolutions; None: unchanged
     ): self.benchmark,self.tf32 = benchmark,tf32
 
+    def __getstate__(self): # of a copy, which has changed nothing
+        return {k: v for k,v in super().__getstate__().items() if k not in ('_since', '_undo')}
+
     def switch_on(self):
         if self.benchmark is not None:
             self.at_end(partial(setattr, torch.backends.cudnn, 'benchmark', torch.backends.cudnn.benchmark))

@@ -7,6 +7,7 @@ __all__ = ['find_blocks', 'GradientCheckpointing']
 
 # %% ../../nbs/callback/08_checkpointing.ipynb #73353ed3
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from fastai.callback.fp16 import MixedPrecision
@@ -100,5 +101,5 @@ def _own_switch(model):
     if hasattr(model, 'set_grad_checkpointing') and not getattr(model, 'grad_checkpointing', False):
         def on():
             model.set_grad_checkpointing(True)
-            return lambda: model.set_grad_checkpointing(False)
+            return partial(model.set_grad_checkpointing, False)  # a copy of the callback turns off a copy's
         return on

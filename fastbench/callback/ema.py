@@ -56,7 +56,7 @@ class EMACallback(Callback):
             raise UserError(f'decay={decay!r} cannot be: a share from 0 to below 1, near 1 for a long average')
         check_whole(1, every=every)
         self.decay,self.every,self.keep = decay,every,keep
-        self.average,self._updates,self._on,self._swapped = None,0,False,False
+        self.average,self._updates,self._on,self._swapped,self._inside = None,0,False,False,None
 
 # %% ../../nbs/callback/04_ema.ipynb #d7f7ecf6
 def _tensors(m): return [*m.parameters(), *m.buffers()]
@@ -120,42 +120,47 @@ def _update(self:EMACallback):
 @patch
 def before_validate(self:EMACallback):
     "Validate with the average"
+    if self.learn.lock.locked(): self._inside = self._swapped
     self._swap(self._on and self._updates > 0)
 
 @patch
 def after_validate(self:EMACallback):
-    "Continue training with the raw weights"
-    self._swap(False)
+    "After a validation inside a fit, continue with the weights from before it"
+    if self._inside is None: return
+    self._swap(self._inside)
+    self._inside = None
 
 @patch
-def after_cancel_validate(self:EMACallback):
-    "Continue training with the raw weights"
+def after_epoch(self:EMACallback):
+    "Continue training with the raw weights, or finish"
+    if self.learn.lock.locked(): return self.after_validate()  # it failed
     self._swap(False)
+    if self.learn.epoch == self.learn.n_epoch-1: self._finish()
 
+# %% ../../nbs/callback/04_ema.ipynb #emafinc1
 @patch
-def after_cancel_epoch(self:EMACallback):
-    "Continue training with the raw weights"
-    self._swap(False)
-
-@patch
-def after_cancel_fit(self:EMACallback):
-    "Put the raw weights back before other callbacks undo what is theirs"
-    self._swap(False)
-
-@patch
-def after_fit(self:EMACallback):
+def _finish(self:EMACallback):
     "Put the average into the model if `keep`"
     if not self._on or self.learn.lock.locked(): return  # a validation inside the fit ends, not the fit
     keep = self.keep and self._updates > 0
     self._stop()
-    if keep:
-        _copy(self._pairs())
+    if keep: _copy(self._pairs())
+
+@patch
+def after_cancel_fit(self:EMACallback):
+    "Finish before other callbacks undo what is theirs"
+    self._finish()
+
+@patch
+def after_fit(self:EMACallback):
+    "Finish, if nothing did"
+    self._finish()
 
 # %% ../../nbs/callback/04_ema.ipynb #9cd12c82
 @patch
 def _stop(self:EMACallback):
     self._swap(False)
-    self._on = False
+    self._on,self._inside = False,None
     forget(self.learn, self._stop)
 
 @patch
@@ -172,6 +177,12 @@ def _swap(self:EMACallback, averaged):
         if in_parts: _swap(a, b)
         else: a.data,b.data = b.data,a.data
     self._swapped = bool(averaged)
+
+# %% ../../nbs/callback/04_ema.ipynb #emacopc1
+@patch
+def __getstate__(self:EMACallback):
+    "State of a copy, which is in no fit"
+    return dict(super(EMACallback, self).__getstate__(), _on=False, _swapped=False, _inside=None)
 
 # %% ../../nbs/callback/04_ema.ipynb #6b382679
 @patch

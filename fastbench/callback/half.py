@@ -129,6 +129,8 @@ _mixed = ('have the same dtype', 'should be the same', 'expected scalar type',
 _mixes = ('half precision: the model mixes fp32 into its 16-bit activations ({}), from a tensor that is '
           'neither parameter nor buffer, or for a layer that wants fp32; to_bf16() and to_fp16() cast each operation')
 
+_no_double = ('half precision: weights of {} are float64, and its inputs are 16 bits now: call learn.model.float() '
+              'first, or leave half precision out')
 _no_kernel = ('half precision: PyTorch cannot compute {} in 16 bits on this {} ({}): the processor has no kernel for '
               'it, or the model keeps an fp32 tensor, as the AWD_LSTM of a language model keeps its hidden state; '
               'leave it in fp32')
@@ -141,6 +143,8 @@ def _compute(model, dtype, args, kwargs):
             where = next(model.parameters()).device.type
             raise UserError(_no_kernel.format(type(model).__name__, where, str(e).split('. ')[0])) from e
         if not any(o in str(e) for o in _mixed): raise
+        if any(p.dtype == torch.float64 for p in model.parameters()):
+            raise UserError(_no_double.format(type(model).__name__)) from e
         raise UserError(_mixes.format(str(e).splitlines()[0])) from e
 
 # %% ../../nbs/callback/13_half.ipynb #1cd72e15

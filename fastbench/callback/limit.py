@@ -6,6 +6,8 @@
 __all__ = ['FirstBatches']
 
 # %% ../../nbs/callback/03_limit.ipynb #2752a2c9
+from math import inf
+
 from fastai.callback.core import Callback, CancelTrainException
 
 from ..rules import check_whole
@@ -17,7 +19,8 @@ class FirstBatches(Callback):
     def __init__(self, n:int # Batches per epoch
         ):
         check_whole(1, n=n)
-        self.n = n
-    def before_batch(self): self.learn.n_iter = min(self.n_iter, self.n)
+        self.n = self._most = n
+    def before_train(self): self._most = inf if hasattr(self.learn, 'lr_finder') else self.n
+    def before_batch(self): self.learn.n_iter = min(self.n_iter, self._most)
     def after_batch(self):
-        if self.iter+1 >= self.n: raise CancelTrainException
+        if self.iter+1 >= self._most: raise CancelTrainException

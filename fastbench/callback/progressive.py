@@ -42,7 +42,7 @@ def side(self:ProgressiveResize, n:int, # Pixels of the full image
          pct:float, # Progress of the fit, from 0 to 1
     )->int: # Pixels
     "Side of an image at a given progress of the fit"
-    grown = 1. if pct >= self.end else max(0., pct-self.begin)/(self.end-self.begin)
+    grown = 1. if pct >= self.end else 0. if pct <= self.begin else (pct-self.begin)/(self.end-self.begin)
     k = self.multiple
     return n if grown == 1 else min(n, max(k, round(n*(self.start + (1-self.start)*grown)/k)*k))
 

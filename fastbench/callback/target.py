@@ -41,7 +41,7 @@ class TimeToAccuracy(DuringFit):
         self.reached = self.seconds = self.total_seconds = self.epochs = None
 
     def switch_on(self):
-        if self._since: return  # a separate validation
+        if self._since or hasattr(self.learn, 'lr_finder'): return  # a separate validation, or a search
         names = [*dict.fromkeys([*(m.name for m in self.learn.metrics), 'valid_loss'])]
         if self.metric not in names:
             raise UserError(unknown('metric', self.metric, names) + '; pass metrics= to the Learner')

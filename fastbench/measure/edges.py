@@ -21,6 +21,7 @@ class _Last(Callback):
     "Run last at every event; on the Learner only during a fit"
     order,by_stamps,__setattr__ = float('inf'),True,object.__setattr__
     def __init__(self, profiler): self._profiler,self._mark,self.learn = profiler,profiler.watch.mark,profiler.learn
+    def __reduce__(self): return Callback,()  # a copy does nothing
     def __call__(self, event_name):
         if self._profiler._nested: return self._profiler._outside(event_name)
         self._mark(LAST[event_name])
@@ -34,6 +35,7 @@ class _Unscaling(Callback):
     "Mark one edge of a mixed-precision callback where it unscales or steps; on the Learner only during a fit"
     def __init__(self, profiler, order, mark):
         self._profiler,self.order,self._m,self.learn = profiler,order,mark,profiler.learn
+    def __reduce__(self): return Callback,()
     def __call__(self, event_name):
         if event_name in _scaling and not self._profiler._nested: self._profiler.watch.mark(self._m)
 

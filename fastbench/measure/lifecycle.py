@@ -13,10 +13,15 @@ from fastai.callback.core import Callback
 # %% ../../nbs/measure/04_lifecycle.ipynb #2c9fbe98
 class _Exit:
     "Replaces `learn.remove_cbs` during a fit"
-    def __init__(self, learn): self.learn,self.before,self.fs = learn,sys.exc_info()[1],[]
+    def __init__(self, learn):
+        self.learn,self.before,self.fs = learn,sys.exc_info()[1],[]
+        self.inside = self._locked()  # a validation by itself, not a fit
+    def _locked(self): return 'lock' in vars(self.learn) and self.learn.lock.locked()
+    def __reduce__(self): return _Exit,(self.learn,)  # a copy of the Learner is in no fit
     def __call__(self, cbs):
         leaving = sys.exc_info()[1]
-        if leaving is not None and leaving is not self.before:  # `is`: fastai's Cancel exceptions equal None
+        ends = self._locked() == self.inside  # otherwise a validation inside the fit fails, which a callback may catch
+        if ends and leaving is not None and leaving is not self.before:  # `is`: fastai's Cancel exceptions equal None
             vars(self.learn).pop('remove_cbs', None)
             for f in self.fs[::-1]: f()  # what was switched on last goes first
         return type(self.learn).remove_cbs(self.learn, cbs)

@@ -99,6 +99,8 @@ def batches(dl # A loader
     return fastai_batches(dl) if is_plain(dl) else iter(dl)
 
 # %% ../../nbs/measure/06_loader.ipynb #fc8eb11a
+def _same(dl): return dl
+
 class TimedLoader:
     "Iterate over `dl` with a mark at each station"
     def __init__(self, dl, # Any iterable of batches with a length
@@ -110,6 +112,7 @@ class TimedLoader:
         self.dl,self.watch,self.began,self.first = dl,watch,began or (lambda: None),first
         self.draw = draw or (batches if watch.watchers else iter)
 
+    def __reduce__(self): return _same,(self.dl,)  # a copy measures nothing
     def __len__(self):
         try: return len(self.dl)
         except BaseException:

@@ -121,7 +121,7 @@ def _turn(self:MuonSGD, group, ps):
     rows = [_rows(p) for p in ps]
     norms = foreach_norm(rows)
     foreach_div_(norms, [len(p)**.5 for p in ps])
-    by = torch.stack(norms).reciprocal_()
+    by = torch.stack(norms).clamp_min_(torch.finfo(norms[0].dtype).tiny).reciprocal_()  # a filter of zeros stays it
     if (found := getattr(self, 'found_inf', None)) is not None: by.masked_fill_(found > 0, 1.)
     foreach_mul_(rows, list(by.unbind()))
     foreach_add_(rows, [o for b in batches for o in turn(b, group['steps'])], alpha=-group['lr'])
