@@ -24,7 +24,8 @@ glibc = pytest.mark.skipif(not sys.platform.startswith('linux'), reason='glibc i
 def libc(monkeypatch):
     "What the C library was told"
     said = []
-    monkeypatch.setattr(keepmemory.ctypes, 'CDLL', lambda name: NS(gnu_get_libc_version=None, mallopt=lambda *o: said.append(o), malloc_trim=lambda n: said.append('trim')))
+    library = NS(gnu_get_libc_version=None, mallopt=lambda *o: said.append(o), malloc_trim=lambda n: said.append('trim'))
+    monkeypatch.setattr(keepmemory, 'ctypes', NS(CDLL=lambda name: library))  # its own name: what others import meanwhile loads libraries, too
     monkeypatch.setattr(keepmemory.sys, 'platform', 'linux')
     for o in ('LD_PRELOAD', 'GLIBC_TUNABLES', 'MALLOC_MMAP_THRESHOLD_', 'MALLOC_TRIM_THRESHOLD_'): monkeypatch.delenv(o, raising=False)
     yield said
