@@ -96,4 +96,5 @@ def _remove(folder):
         lock.unlink(missing_ok=True)
     except OSError as e:
         if not folder.exists(): return
-        raise UserError(f'the cache {folder} cannot be removed: {e}') from e
+        why = f'{e.strerror} ({e.filename})' if e.strerror else e
+        raise UserError(f'the cache {folder} cannot be removed: {why}') from e
