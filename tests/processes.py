@@ -21,7 +21,7 @@ from fastbench.callback.half import HalfPrecision
 from fastbench.callback.target import TimeToAccuracy
 from fastbench.distributed.exchange import ExchangeCost
 from fastbench.distributed.memory import held_memory, strategy_memory
-from fastbench.distributed.strategy import own_part
+from fastbench.machine.shards import own_part
 from fastbench.errors import UserError
 from fastbench.machine import group
 from fastbench.train.learner import BenchLearner

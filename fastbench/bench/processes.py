@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .child import pack
-from .launch import GRACE, CannotStart, Signals, failed_run, outcome, refusal
+from .launch import GRACE, CannotStart, Signals, failed_run, outcome, _refusal
 from ..distributed.board import Board, blame
 from ..errors import UserError, unknown
 from ..machine.environment import worker_cores
@@ -265,7 +265,7 @@ def ended(board, # Board of the processes that have ended
         return outcome(tuple(last or ('interrupted',)), got, recipe, repeat, folder, 0)
     why = blame(board, _codes(said))
     if why['rank'] is None: raise CannotStart(f'torchrun could not start the processes: {_not_begun(said)}')
-    if why['of_user']: raise refusal(why['of_user'], why['line'])
+    if why['of_user']: raise _refusal(why['of_user'], why['line'])
     line = ' '.join(why['line'].split())
     line = line if line.startswith('process') else f"process {why['rank']}: {line}"
     return failed_run(recipe, repeat, folder, line, traceback=why['traceback'], **many)

@@ -9,7 +9,8 @@ __all__ = ['of_rank', 'check_same', 'train_rank', 'worst', 'main']
 import json, os, pickle, signal, sys
 from pathlib import Path
 
-from .child import keep_loaders, quiet_process, unpack
+from .child import quiet_process, unpack
+from .loaders import keep_loaders
 from ..distributed.board import Board, Lookout
 from ..errors import UserError
 from ..machine.environment import host_id

@@ -90,6 +90,14 @@ class Verdict:
     def __str__(self): return f'{percent(self.ratio)}{_interval(self)}: {self.why}'
     __repr__ = __str__
 
+# %% ../../nbs/compare/00_verdict.ipynb #isfew001
+def _is_few(v # A `Verdict`, or a row of a comparison
+    )->bool:
+    "Were there too few runs for a verdict?"
+    v = v if isinstance(v, dict) else v.as_dict()
+    return min(v['n'], v['n_b']) < MIN_RUNS
+
+
 # %% ../../nbs/compare/00_verdict.ipynb #ff5e0a26
 MUCH = 10 # times; beyond it digits say nothing
 
@@ -202,7 +210,7 @@ def _beyond(word, v, limit):
 
 def _judge(v, family=1):
     "The verdict for the p values"
-    small = min(v.n, v.n_b) < MIN_RUNS
+    small = _is_few(v)
     limit = f'{100*v.threshold:.3g}%'
     if small: word,why = 'unknown',f'no verdict from {_runs(v)}: you need at least {MIN_RUNS}'
     elif v.p_same <= v.level: word,why = 'same',f'no difference larger than {limit}'
@@ -248,7 +256,7 @@ def shown_above(vs:dict, # Name -> `Verdict`
     "Names in `vs` shown to be slower by more than `limit`"
     h = _limit(limit)
     def p(v):
-        if v.se is None or min(v.n, v.n_b) < MIN_RUNS: return None
+        if v.se is None or _is_few(v): return None
         x = log(v.ratio) - h
         return min(1., 2*t_tail(x/v.se, v.df)) if v.se > 1e-12 else float(x <= 1e-9)
     return [k for (k,v),q in zip(vs.items(), holm([p(v) for v in vs.values()])) if q is not None and q <= v.level]

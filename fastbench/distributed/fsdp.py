@@ -22,7 +22,8 @@ from ..callback.compiling import Compile
 from ..callback.half import HalfPrecision
 from ..compat import NormBase
 from .strategy import (
-    Strategy, Takes, empty_weights, is_sharded, register_strategy, twin)
+    Strategy, Takes, is_sharded, register_strategy)
+from .twin import empty_weights, twin
 from ..errors import UserError
 from ..machine.group import barrier, join, leave, rank, same_on_all, world_size
 from ..machine.shards import parts_of, whole

@@ -16,7 +16,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 
 from .agree import DecideTogether
-from .strategy import WeightsMove
+from .moves import WeightsMove
 from .weigh import WeighShares
 from ..errors import UserError
 from ..machine.group import all_or_none, heed_srun, own_gpu, rank, world_size

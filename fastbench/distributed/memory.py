@@ -12,7 +12,7 @@ import torch
 from fastai.learner import Learner
 from torch import Tensor, nn
 
-from .strategy import own_part
+from ..machine.shards import own_part
 from ..errors import UserError, unknown
 from ..machine.group import world_size as processes
 

@@ -25,7 +25,8 @@ from ..callback.ema import EMACallback
 from ..callback.half import HalfPrecision
 from ..callback.override import override
 from .deepspeed import _args, _check_opt, _second, need_deepspeed, torch_func, zero_config
-from .strategy import Strategy, Takes, empty_weights, register_strategy, twin
+from .strategy import Strategy, Takes, register_strategy
+from .twin import empty_weights, twin
 from ..errors import UserError
 from ..machine.group import backend, barrier, join, same_on_all, world_size
 from ..measure.clock import train_device

@@ -11,7 +11,7 @@ from fastai.optimizer import OptimWrapper
 from fastcore.basics import patch
 
 from .memory import tensors_in
-from .strategy import own_part
+from ..machine.shards import own_part
 from .zero import ZeRO
 from ..machine.group import rank, sum_over_ranks, world_size
 

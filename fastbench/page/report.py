@@ -18,7 +18,7 @@ from . import details  # adds its sections to the list
 from .html import h, page, shortened
 from ..errors import UserError, listed, plural
 from .sections import SECTIONS, Shown, Side, _bdi
-from ..compare.runs import _check_sides
+from ..compare.pairs import _check_sides
 from ..compare.sides import differences, load_side, work
 from ..runs.store import FOLDER, write_whole
 
