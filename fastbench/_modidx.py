@@ -2552,6 +2552,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastbench.draw.pool.Threads.begin': ('draw/pool.html#threads.begin', 'fastbench/draw/pool.py'),
                                      'fastbench.draw.pool.Threads.close': ('draw/pool.html#threads.close', 'fastbench/draw/pool.py'),
                                      'fastbench.draw.pool.Threads.longest': ('draw/pool.html#threads.longest', 'fastbench/draw/pool.py'),
+                                     'fastbench.draw.pool.Threads.stack': ('draw/pool.html#threads.stack', 'fastbench/draw/pool.py'),
+                                     'fastbench.draw.pool._cleans_up': ('draw/pool.html#_cleans_up', 'fastbench/draw/pool.py'),
                                      'fastbench.draw.pool._piece': ('draw/pool.html#_piece', 'fastbench/draw/pool.py'),
                                      'fastbench.draw.pool._wait': ('draw/pool.html#_wait', 'fastbench/draw/pool.py'),
                                      'fastbench.draw.pool.in_threads': ('draw/pool.html#in_threads', 'fastbench/draw/pool.py'),

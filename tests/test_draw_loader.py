@@ -436,6 +436,16 @@ def test_a_slow_item_is_no_hung_one():
     assert len(list(in_threads([([], [1, 2])], work, n=1, timeout=0))) == 1
 
 
+def test_what_the_garbage_collector_waits_for_is_no_hung_item():
+    "It runs in any thread; a forgotten loader of PyTorch waits there for its processes"
+    class Loader:
+        def __del__(self): time.sleep(2.5)
+    def work(made, i):
+        if i == 1: del (o := [Loader()])[0]
+        made.append(i)
+    assert list(in_threads([([], [1, 2]), ([], [3])], work, n=1, timeout=1.)) == [[1, 2], [3]]
+
+
 def test_threads_of_a_hung_pool_do_not_hold_up_its_end():
     pool, release = Threads(1), threading.Event()
     done = []

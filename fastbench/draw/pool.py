@@ -38,12 +38,17 @@ def stuck(what, # The item
     return StuckWorker(f'a loader has been at {what} for {seconds:.1f} s, and hangs, it seems: {where}. Is its drive '
                        f'there? If an item may take so long, allow more than timeout={limit:g} seconds')
 
+# %% ../../nbs/draw/04_pool.ipynb #gcdel002
+def _cleans_up(frame):
+    "Is an object's `__del__` being run?"
+    return any(o.f_code.co_name == '__del__' for o,_ in traceback.walk_stack(frame))
+
 # %% ../../nbs/draw/04_pool.ipynb #3dbf1c0c
 class Threads:
     "A few threads that take tasks in turn"
     def __init__(self, n:int, # How many
         ):
-        self.tasks,self.over,self.at = SimpleQueue(),False,[None]*n # at: (item, since) of each thread
+        self.tasks,self.over,self.at = SimpleQueue(),False,[None]*n # at: [item, since] of each thread
         self.threads = [threading.Thread(target=self._run, args=(i,), daemon=True, name=f'fastbench-draw-{i}')
                         for i in range(n)]
         for o in self.threads: o.start()
@@ -57,7 +62,7 @@ class Threads:
               item, # What it is going to do
         ):
         "Note the current item of a thread"
-        self.at[i] = item,monotonic()
+        self.at[i] = [item, monotonic()]
 
     def close(self, wait:float=2., # Seconds, for threads that are in the middle of an item
         ):
@@ -70,8 +75,14 @@ class Threads:
     def longest(self): # (thread's number, item, seconds), or None
         "Return the thread that has been at an item for longest"
         now = monotonic()
+        for i,o in enumerate(list(self.at)):
+            if o and _cleans_up(self.stack(i)): o[1] = now
         at = [(now-o[1], i, o[0]) for i,o in enumerate(list(self.at)) if o is not None]
         return max(at, default=None, key=lambda o: o[0])
+
+    def stack(self, i): # Frame, or None: the thread is gone
+        "Return where a thread is"
+        return sys._current_frames().get(self.threads[i].ident)
 
 # %% ../../nbs/draw/04_pool.ipynb #627b6aa5
 class Batch:
@@ -107,7 +118,7 @@ def _wait(threads, batch, limit, name):
     while not batch.ready.wait(.5):
         seconds,i,item = threads.longest() or (0, None, None)
         if not limit or seconds < limit: continue
-        frame = sys._current_frames().get(threads.threads[i].ident)
+        frame = threads.stack(i)
         raise stuck(name(item), seconds, where_it_stands(frame) if frame else 'its thread is gone', limit)
     if batch.error: raise batch.error
     return batch.made
