@@ -8,7 +8,7 @@ __all__ = ['ALWAYS_THERE', 'Recipe', 'kinds', 'check_field', 'Kind', 'but', 'as_
 
 # %% ../nbs/02_recipe.ipynb #fe892491
 import traceback
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from importlib import import_module
 
 from fastcore.basics import patch

@@ -15,7 +15,6 @@ from tempfile import mkdtemp
 from fastcore.basics import patch
 
 from .processes import Ended, Tail, torchrun
-from ..distributed.board import Board
 from ..errors import UserError
 from ..recipe import get_recipe
 from ..runs.store import FOLDER

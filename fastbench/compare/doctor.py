@@ -15,7 +15,7 @@ from statistics import median
 
 from ..machine.download import cache_dir
 from ..machine.environment import cores, device_info, memory_limit, versions
-from ..machine.noise import LIMITS, machine_state, warnings_between
+from ..machine.noise import machine_state, warnings_between
 from ..errors import UserError
 from ..recipe import get_recipe
 from ..measure.table import Table, seconds

@@ -25,7 +25,7 @@ from .strategy import (
     Strategy, Takes, is_sharded, register_strategy)
 from .twin import empty_weights, twin
 from ..errors import UserError
-from ..machine.group import barrier, join, leave, rank, same_on_all, world_size
+from ..machine.group import barrier, join, leave, same_on_all, world_size
 from ..machine.shards import parts_of, whole
 from ..measure.clock import train_device
 from ..train.muon import muon

@@ -11,7 +11,6 @@ from functools import partial
 from importlib.util import find_spec
 
 import torch
-from fastai.callback.progress import ProgressCallback
 from fastai.learner import Learner
 from fastcore.basics import patch
 

@@ -7,8 +7,6 @@ __all__ = ['flip_matrices', 'rotate_matrices', 'zoom_matrices', 'warp_matrices',
            'BatchAffine']
 
 # %% ../../nbs/draw/12_affine.ipynb #4a4324f6
-import math
-
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -9,13 +9,11 @@ __all__ = ['Crop', 'CannotPlan', 'CropPlan', 'cut_exactly', 'pick_divisor', 'cut
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from fastai.data.transforms import ToTensor
-from fastai.torch_core import TensorImage
 from fastai.vision.augment import FlipItem, RandomCrop, RandomResizedCrop, Resize
 from fastai.vision.core import BILINEAR
 from PIL import Image

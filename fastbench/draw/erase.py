@@ -11,7 +11,6 @@ from functools import lru_cache
 import numpy as np
 import torch
 from fastai.torch_core import TensorImage
-from fastcore.basics import patch
 
 from .chance import BatchTransform, between, log_between
 from ..errors import UserError

@@ -9,7 +9,6 @@ __all__ = ['sample_jpegs', 'time_decoders', 'Choice', 'choose_decoder']
 import io, json, os, platform, tempfile
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from time import perf_counter
 
 import numpy as np

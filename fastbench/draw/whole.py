@@ -10,7 +10,6 @@ import random
 from contextlib import closing
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from fastai.data.core import TfmdDL
 from fastai.data.load import chunked

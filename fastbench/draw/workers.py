@@ -14,7 +14,6 @@ from time import monotonic, perf_counter, sleep
 
 import torch
 from fastai.data.core import DataLoaders, TfmdDL
-from fastcore.basics import merge
 from torch.utils.data import get_worker_info
 
 from ..errors import UserError

@@ -8,7 +8,6 @@ __all__ = ['StepProfiler', 'Batches']
 # %% ../../nbs/loops/02_steps.ipynb #f1b7549d
 from collections.abc import Iterable
 from contextlib import ExitStack
-from time import perf_counter
 
 import torch
 from fastcore.basics import patch

@@ -23,7 +23,7 @@ from ..errors import UserError
 from ..text.check import _probe
 from ..text.packed import fast_attention, packed_call
 from .checks import NotHere, check, require
-from .checks import _can, _dense, _dtypes, _fit, _learner, _precisions, _run
+from .checks import _dense, _dtypes, _fit, _learner, _precisions, _run
 
 # %% ../../nbs/selftest/01_numbers.ipynb #ck000012
 def _tiny(family, dropout=0.):

@@ -10,9 +10,6 @@ import torch
 from fastai.callback.core import Callback
 from fastai.torch_core import to_detach
 from fastcore.basics import getcallable
-from fastcore.foundation import L
-
-from .tokenize import by_text
 
 # %% ../../nbs/text/19_gather.ipynb #gather06
 def padded(rows, # Tensors that differ in their first dimension at most
