@@ -2035,6 +2035,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastbench.draw.build.Items.__init__': ('draw/build.html#items.__init__', 'fastbench/draw/build.py'),
                                       'fastbench.draw.build.NoSpace': ('draw/build.html#nospace', 'fastbench/draw/build.py'),
                                       'fastbench.draw.build._bar': ('draw/build.html#_bar', 'fastbench/draw/build.py'),
+                                      'fastbench.draw.build._end_with': ('draw/build.html#_end_with', 'fastbench/draw/build.py'),
                                       'fastbench.draw.build._full': ('draw/build.html#_full', 'fastbench/draw/build.py'),
                                       'fastbench.draw.build._gb': ('draw/build.html#_gb', 'fastbench/draw/build.py'),
                                       'fastbench.draw.build._in_processes': ('draw/build.html#_in_processes', 'fastbench/draw/build.py'),

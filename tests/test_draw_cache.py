@@ -636,6 +636,19 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path, monkeypatch):
     assert not set(range(1, 4)) & set(seen) and 5 in seen, 'the first part was not made again (its first item is looked at, for its size)'
 
 
+@pytest.mark.parametrize('file', ['index.npz', 'cache.json.tmp'])
+def test_a_disk_that_is_full_when_all_parts_are_there(tmp_path, monkeypatch, file):
+    def full(path, *args, **kwargs):
+        if path.name == file: raise OSError(28, 'No space left on device')
+        return real(path, *args, **kwargs)
+    owner, name = (build_room, '_save') if file == 'index.npz' else (type(tmp_path), 'write_text')
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(NoSpace, match='What is done is kept'): open_store(tmp_path/'x', items(20), per_part=4, workers=0)
+    monkeypatch.undo()
+    check(open_store(tmp_path/'x', items(20), per_part=4, workers=0), 20)
+
+
 def test_an_item_that_cannot_be_prepared_is_named(pets, tmp_path):
     bad = sorted_files(pets)[11]
     bad.write_bytes(bad.read_bytes()[:300])
@@ -721,6 +734,37 @@ def test_a_killed_build_goes_on(tmp_path):
     check(open_store(tmp_path/'x', Items(lambda i: seen.append(i) or square(i), 400), workers=0, per_part=8), 400)
     assert len(seen) < 400
     assert not list(tmp_path.glob('.x.building'))
+
+
+def _in_two_processes(folder, out):
+    def get(i):
+        time.sleep(.002)
+        return square(i)
+    check(open_store(folder, Items(get, 400), workers=2, per_part=8), 400)
+    out.put(True)
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='kill -9')
+def test_processes_of_a_killed_build_end_and_free_the_lock(tmp_path):
+    ctx = multiprocessing.get_context('fork')
+    out = ctx.Queue()
+    p = ctx.Process(target=_in_two_processes, args=(tmp_path/'x', out))
+    p.start()
+    deadline = time.time()+30
+    while len(list(tmp_path.glob('.x.building/*.npz'))) < 3 and time.time() < deadline: time.sleep(.01)
+    os.kill(p.pid, signal.SIGKILL)
+    p.join(10)
+    again = ctx.Process(target=_in_two_processes, args=(tmp_path/'x', out))
+    again.start()
+    try: assert out.get(timeout=60), 'the lock is still held'
+    finally: again.kill()
+
+
+@pytest.mark.parametrize('n', [10, 100])
+def test_a_build_leaves_torch_as_many_threads_as_before(tmp_path, n):
+    torch.set_num_threads(2)
+    open_store(tmp_path/'x', items(n), per_part=16, workers=2)
+    assert torch.get_num_threads() == 2
 
 
 def test_workers_read_the_same(pets, tmp_path):
