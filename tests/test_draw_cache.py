@@ -792,6 +792,29 @@ def test_the_command(tmp_path, capsys):
     assert 'cleared 1' in run('clear')[1] and not kept_caches(tmp_path/'c')
 
 
+def test_a_cache_that_is_built_while_one_lists_and_clears(tmp_path, monkeypatch):
+    from fastbench.draw import kept as kept_room
+    open_store(tmp_path/'x-1', items(), workers=0)
+    building = tmp_path/'.y-2.building'
+    building.mkdir()
+    (building/'part-00000.bin').touch()
+    real = os.walk
+    def vanishing(folder):  # names that are read, and gone before one asks for their size
+        for at, folders, names in real(folder): yield at, folders, [*names, 'part-00001.bin.tmp']
+    monkeypatch.setattr(os, 'walk', vanishing)
+    def scan(self, pattern): return [*self.iterdir(), Gone(self/'part-00001.bin.tmp')]
+    class Gone(type(tmp_path)):
+        def is_file(self): return True
+    monkeypatch.setattr(type(tmp_path), 'rglob', scan)
+    assert len(kept_caches(tmp_path)) == 2
+    real_locked = kept_room.locked
+    def finished(lock):  # another process ends its build while this one waits for the lock
+        if building.exists(): building.rename(tmp_path/'y-2')
+        return real_locked(lock)
+    monkeypatch.setattr(kept_room, 'locked', finished)
+    assert [o.path.name for o in clear_caches(where=tmp_path)] == ['x-1'] and (tmp_path/'y-2').exists()
+
+
 def test_listing_needs_no_torch():
     code = 'import sys; from fastbench.draw.kept import kept_caches; import fastbench.command.cache; sys.exit(bool({"torch", "fastai", "numpy"} & set(sys.modules)))'
     assert subprocess.run([sys.executable, '-c', code]).returncode == 0
