@@ -364,6 +364,16 @@ def test_a_cache_whose_drive_is_gone_is_named(pets, tmp_path):
     del dl.dataset.store.image
 
 
+@pytest.mark.parametrize('store', ['array', 'parquet'])
+@pytest.mark.parametrize('whole', [False, True])
+def test_a_cache_that_is_cleared_while_it_is_used_is_named(pets, tmp_path, store, whole):
+    if store == 'parquet': pytest.importorskip('pyarrow')
+    dls = cached(make(pets), tmp_path/'c', store=store, whole=whole, workers=0)
+    clear_caches(where=tmp_path/'c')
+    with pytest.raises(UserError, match='part-00000.* is gone: was this cache cleared') as e: list(dls.train)
+    assert '\n' not in str(e.value)
+
+
 def test_beside_a_gpu_a_thread_cuts_into_pinned_memory(pets, tmp_path, gpu):
     host = cached(make(pets), tmp_path/'c', whole=True, workers=0)
     want = [x.clone() for x, _ in epochs(host.train, 1)]
