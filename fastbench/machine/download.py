@@ -48,8 +48,8 @@ def locked(path): # The lock's own file, created where missing; it stays, empty
 def _opened(lock):
     try: return open(lock, 'a+b')
     except OSError as e:
-        of_others = isinstance(e, PermissionError) and os.path.isfile(lock)
-        what = f'open {lock}, a lock that another user made' if of_others else f'write in the folder {Path(lock).parent}'
+        what = f'write in the folder {Path(lock).parent}'
+        if isinstance(e, PermissionError) and os.path.isfile(lock): what = f'open {lock}, which another user made'
         raise DataUnavailable(f'cannot {what}: {e.strerror}. Name one that can be written: by FASTBENCH_HOME, or by '
                               'where= for a cache') from None
 
@@ -309,7 +309,8 @@ def fastai_set(url_name:str, # Name in fastai's `URLs`
     if folder.is_dir(): return folder
     url,size,md5 = archive_of(url_name)
     file = url.rsplit('/', 1)[1]
-    own,theirs = cache_dir()/'archive'/file,Path(os.path.expanduser(os.environ.get('FASTAI_HOME', '~/.fastai')))/'archive'/file
+    fastais = Path(os.path.expanduser(os.environ.get('FASTAI_HOME', '~/.fastai')))
+    own,theirs = cache_dir()/'archive'/file,fastais/'archive'/file
     have = next((o for o in (own, theirs) if o.is_file() and o.stat().st_size == size), None)
     hint = f'{instead}; or put the unpacked set{f" ({holds})" if holds else ""} at {folder}, or the archive at {own}'
     if not (have or offline): print(f'Downloading {file} ({size/1e6:.0f} MB) ...', file=sys.stderr, flush=True)
