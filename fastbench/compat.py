@@ -19,6 +19,7 @@ from fastai.callback.core import _inner_loop as inner_loop
 from fastai.data.load import _loaders as batch_iterators
 from fastai.learner import _cast_tensor as cast_tensors
 from plum import Function, NotFoundLookupError
+from torch._utils import ExceptionWrapper
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd

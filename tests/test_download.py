@@ -318,6 +318,57 @@ def test_cache_dir(monkeypatch, tmp_path):
         assert cache_dir() == Path.home()/'.cache/fastbench'
 
 
+@pytest.mark.skipif(os.name == 'nt', reason='HOME and users of POSIX')
+def test_a_user_without_a_home_is_told_in_one_line(monkeypatch):
+    import pwd
+    def nobody(*args): raise KeyError('no such user')
+    monkeypatch.setattr(pwd, 'getpwuid', nobody)
+    for o in 'HOME', 'FASTBENCH_HOME', 'XDG_CACHE_HOME': monkeypatch.delenv(o, raising=False)
+    with pytest.raises(DataUnavailable, match='HOME is not set.*Set FASTBENCH_HOME') as e: cache_dir()
+    one_line(e)
+    from fastbench.draw import fastest
+    monkeypatch.setattr(fastest, 'time_decoders', lambda **kwargs: dict(pillow=100))
+    monkeypatch.setattr(fastest, '_measured', {})
+    assert fastest.choose_decoder().decoder.name == 'pillow', 'nothing can be kept, and it is measured all the same'
+    from fastbench.compare.doctor import _cache_rows
+    assert [o['value'] for o in _cache_rows() if 'HOME is not set' in o['note']] == ['nowhere']
+
+
+def test_a_lock_that_cannot_be_opened_says_whose_and_why(tmp_path, monkeypatch):
+    from fastbench.machine import download
+    def deny(kind):
+        def open(*args): raise kind
+        monkeypatch.setattr(download, 'open', open, raising=False)
+    (tmp_path/'.x.lock').touch()
+    deny(PermissionError(13, 'Permission denied'))
+    with pytest.raises(DataUnavailable, match='another user made: Permission denied') as e: build_folder(tmp_path/'x', lambda o: None)
+    deny(OSError(30, 'Read-only file system'))
+    with pytest.raises(DataUnavailable, match='cannot write in the folder .*: Read-only file system') as e: build_folder(tmp_path/'x', lambda o: None)
+    one_line(e)
+
+
+@pytest.mark.parametrize('name', ['ENOSPC', 'EDQUOT'])
+def test_no_space_and_a_quota_that_is_used_up_are_one_line(tmp_path, name):
+    import errno
+    def full(tmp): raise OSError(getattr(errno, name), 'full')
+    with pytest.raises(DataUnavailable, match='no space left'): build_folder(tmp_path/'x', full)
+    assert files(tmp_path) == []
+
+
+@pytest.mark.skipif(os.name == 'nt', reason='permissions of POSIX')
+def test_what_was_measured_of_decoders_is_for_all_users_and_leaves_nothing(tmp_path, monkeypatch):
+    from fastbench.draw import fastest
+    monkeypatch.setenv('FASTBENCH_HOME', str(tmp_path))
+    fastest._write(dict(a=1))
+    kept = tmp_path/'draw'/'decoders.json'
+    (tmp_path/'plain').touch()
+    assert kept.stat().st_mode == (tmp_path/'plain').stat().st_mode and fastest._read() == dict(a=1)
+    def deny(*args): raise PermissionError(1, 'a file of another user, in a folder with the sticky bit')
+    monkeypatch.setattr(os, 'replace', deny)
+    fastest._write(dict(a=2))
+    assert [o.name for o in kept.parent.iterdir()] == ['decoders.json'] and fastest._read() == dict(a=1)
+
+
 def test_imports_no_torch():
     out = subprocess.run([sys.executable, '-c', 'import sys, fastbench.machine.download, fastbench.vision.sources; '
                           'print([o for o in ("torch", "fastai", "numpy", "sklearn", "urllib.request") if o in sys.modules])'],

@@ -364,6 +364,16 @@ def test_a_cache_whose_drive_is_gone_is_named(pets, tmp_path):
     del dl.dataset.store.image
 
 
+@pytest.mark.parametrize('store', ['array', 'parquet'])
+@pytest.mark.parametrize('whole', [False, True])
+def test_a_cache_that_is_cleared_while_it_is_used_is_named(pets, tmp_path, store, whole):
+    if store == 'parquet': pytest.importorskip('pyarrow')
+    dls = cached(make(pets), tmp_path/'c', store=store, whole=whole, workers=0)
+    clear_caches(where=tmp_path/'c')
+    with pytest.raises(UserError, match='part-00000.* is gone: was this cache cleared') as e: list(dls.train)
+    assert '\n' not in str(e.value)
+
+
 def test_beside_a_gpu_a_thread_cuts_into_pinned_memory(pets, tmp_path, gpu):
     host = cached(make(pets), tmp_path/'c', whole=True, workers=0)
     want = [x.clone() for x, _ in epochs(host.train, 1)]
@@ -636,6 +646,19 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path, monkeypatch):
     assert not set(range(1, 4)) & set(seen) and 5 in seen, 'the first part was not made again (its first item is looked at, for its size)'
 
 
+@pytest.mark.parametrize('file', ['index.npz', 'cache.json.tmp'])
+def test_a_disk_that_is_full_when_all_parts_are_there(tmp_path, monkeypatch, file):
+    def full(path, *args, **kwargs):
+        if path.name == file: raise OSError(28, 'No space left on device')
+        return real(path, *args, **kwargs)
+    owner, name = (build_room, '_save') if file == 'index.npz' else (type(tmp_path), 'write_text')
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(NoSpace, match='What is done is kept'): open_store(tmp_path/'x', items(20), per_part=4, workers=0)
+    monkeypatch.undo()
+    check(open_store(tmp_path/'x', items(20), per_part=4, workers=0), 20)
+
+
 def test_an_item_that_cannot_be_prepared_is_named(pets, tmp_path):
     bad = sorted_files(pets)[11]
     bad.write_bytes(bad.read_bytes()[:300])
@@ -723,6 +746,37 @@ def test_a_killed_build_goes_on(tmp_path):
     assert not list(tmp_path.glob('.x.building'))
 
 
+def _in_two_processes(folder, out):
+    def get(i):
+        time.sleep(.002)
+        return square(i)
+    check(open_store(folder, Items(get, 400), workers=2, per_part=8), 400)
+    out.put(True)
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='kill -9')
+def test_processes_of_a_killed_build_end_and_free_the_lock(tmp_path):
+    ctx = multiprocessing.get_context('fork')
+    out = ctx.Queue()
+    p = ctx.Process(target=_in_two_processes, args=(tmp_path/'x', out))
+    p.start()
+    deadline = time.time()+30
+    while len(list(tmp_path.glob('.x.building/*.npz'))) < 3 and time.time() < deadline: time.sleep(.01)
+    os.kill(p.pid, signal.SIGKILL)
+    p.join(10)
+    again = ctx.Process(target=_in_two_processes, args=(tmp_path/'x', out))
+    again.start()
+    try: assert out.get(timeout=60), 'the lock is still held'
+    finally: again.kill()
+
+
+@pytest.mark.parametrize('n', [10, 100])
+def test_a_build_leaves_torch_as_many_threads_as_before(tmp_path, n):
+    torch.set_num_threads(2)
+    open_store(tmp_path/'x', items(n), per_part=16, workers=2)
+    assert torch.get_num_threads() == 2
+
+
 def test_workers_read_the_same(pets, tmp_path):
     dls = cached(make(pets, Resize(32)), tmp_path/'c', workers=0)
     dl = dls.valid.new(num_workers=2)
@@ -746,6 +800,29 @@ def test_the_command(tmp_path, capsys):
     assert 'cleared 1' in run('clear', 'x')[1] and [o.path.name for o in kept_caches(tmp_path/'c')] == ['y-2']
     with pytest.raises(UserError, match='no cache begins with'): clear_caches(['z'], tmp_path/'c')
     assert 'cleared 1' in run('clear')[1] and not kept_caches(tmp_path/'c')
+
+
+def test_a_cache_that_is_built_while_one_lists_and_clears(tmp_path, monkeypatch):
+    from fastbench.draw import kept as kept_room
+    open_store(tmp_path/'x-1', items(), workers=0)
+    building = tmp_path/'.y-2.building'
+    building.mkdir()
+    (building/'part-00000.bin').touch()
+    real = os.walk
+    def vanishing(folder):  # names that are read, and gone before one asks for their size
+        for at, folders, names in real(folder): yield at, folders, [*names, 'part-00001.bin.tmp']
+    monkeypatch.setattr(os, 'walk', vanishing)
+    def scan(self, pattern): return [*self.iterdir(), Gone(self/'part-00001.bin.tmp')]
+    class Gone(type(tmp_path)):
+        def is_file(self): return True
+    monkeypatch.setattr(type(tmp_path), 'rglob', scan)
+    assert len(kept_caches(tmp_path)) == 2
+    real_locked = kept_room.locked
+    def finished(lock):  # another process ends its build while this one waits for the lock
+        if building.exists(): building.rename(tmp_path/'y-2')
+        return real_locked(lock)
+    monkeypatch.setattr(kept_room, 'locked', finished)
+    assert [o.path.name for o in clear_caches(where=tmp_path)] == ['x-1'] and (tmp_path/'y-2').exists()
 
 
 def test_listing_needs_no_torch():
@@ -893,7 +970,7 @@ def test_folders_that_cannot_be_written(pets, tmp_path, monkeypatch):
     other = tmp_path/'other'
     with pytest.raises(UserError, match='cannot write in the folder .*other: Permission denied. Name one that can be written') as e: cached(dls, workers=0, where=other)
     assert '\n' not in str(e.value)
-    with pytest.raises(UserError, match='cannot write in the folder'): clear_caches(where=tmp_path/'c')
+    with pytest.raises(UserError, match='cannot open .*lock, which another user made'): clear_caches(where=tmp_path/'c')
     monkeypatch.undo()
     monkeypatch.setattr(shutil, 'rmtree', deny)
     with pytest.raises(UserError, match=r'the cache .* cannot be removed: Permission denied') as e: clear_caches(where=tmp_path/'c')

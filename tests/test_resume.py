@@ -498,6 +498,18 @@ def test_what_could_not_be_written_is_said_once(tmp_path, monkeypatch, steps):
     monkeypatch.setattr('fastbench.train.resume.save_together', full)
     with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=(every := CheckpointEvery(steps=steps, tell=lines.append)))
     assert len(lines) == len(set(lines)) == len(every.failed) == max(1, 4//steps)
+    assert all('and there is no checkpoint before it' in o for o in lines)
+
+
+def test_a_disk_that_fills_up_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    from fastai.test_utils import synth_learner
+    lines, learn = [], synth_learner(n_trn=4, n_val=1, path=tmp_path)
+    def full(where, *args, **kwargs):
+        if any(where.glob('checkpoint-*')): raise OSError(errno.ENOSPC, 'No space left on device')
+        (where/'checkpoint-000001').mkdir(parents=True)
+    monkeypatch.setattr('fastbench.train.resume.save_together', full)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=CheckpointEvery(steps=1, tell=lines.append))
+    assert lines and all(o.endswith('the checkpoint before it is whole') for o in lines)
 
 
 def test_a_full_disk_is_told_and_the_training_goes_on(whole, tmp_path):

@@ -186,6 +186,23 @@ def test_an_error_in_a_loader_process_names_the_error(monkeypatch):
     assert train().error == 'OSError: broken image'
 
 
+def test_shared_memory_that_is_short_is_explained(monkeypatch):
+    monkeypatch.setattr(module, 'bench_learner', lambda *a, **k: (_ for _ in ()).throw(
+        RuntimeError('Caught RuntimeError in a loader process.\nOriginal Traceback (most recent call last):\n  x\n'
+                     'RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)')))
+    assert '--shm-size' in train().error and '/torch_1' in train().error
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='a forked loader process')
+def test_a_batch_that_cannot_be_handed_over_is_an_error_and_no_wait(monkeypatch):
+    import fastai.data.load as loads
+    from fastbench.bench.loaders import keep_loaders
+    monkeypatch.setattr(loads, '_wif', loads._wif)
+    keep_loaders()
+    dl = loads.DataLoader(list(range(4)), bs=2, num_workers=1, timeout=30, create_batch=lambda b: lambda: b)
+    with pytest.raises(Exception, match="Caught.* in a loader process(.|\n)*pickle"): list(dl)
+
+
 def test_one_checkpoint_that_was_not_written_is_one():
     import types
     run = types.SimpleNamespace(warnings=[])

@@ -7,6 +7,13 @@ __all__ = ['keep_loaders']
 
 # %% ../../nbs/bench/00_loaders.ipynb #loaders3
 import multiprocessing, os, signal, threading
+from multiprocessing.queues import Queue
+
+# %% ../../nbs/bench/00_loaders.ipynb #ldlost02
+def _hand_over_error(queue, e, batch):
+    "Put the error of a batch, its number and its samples, in its place"
+    from fastbench.compat import ExceptionWrapper
+    queue.put((batch[0], ExceptionWrapper(where='in a loader process')))
 
 # %% ../../nbs/bench/00_loaders.ipynb #ldkeep02
 def _obey_parent():
@@ -17,6 +24,7 @@ def _obey_parent():
     os._exit(0)
 
 def _start_loader(begin, i):
+    Queue._on_queue_feeder_error = _hand_over_error
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     threading.Thread(target=_obey_parent, daemon=True).start()
     begin(i)

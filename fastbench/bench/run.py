@@ -26,7 +26,7 @@ from ..measure.energy import Energy
 from ..measure.profiler import Profiler
 from ..callback.target import TimeToAccuracy, epoch_values
 from ..machine.environment import environment, known_device
-from .failure import explain
+from .failure import explain, explain_loader
 from .learner import bench_learner
 from ..machine.noise import glance, machine_state, noise, warnings_between
 from ..measure.phases import to_dict
@@ -154,7 +154,7 @@ def _failed(run, e, device, r):
     lines = str(e).strip().splitlines()
     run.status = 'failed'
     of_loader = 'Original Traceback' in str(e)  # whose last line has the type of the error, too
-    run.error = lines[-1] if of_loader else explain(e, device, run.recipe.get('bs'))
+    run.error = explain_loader(lines[-1]) if of_loader else explain(e, device, run.recipe.get('bs'))
     run.traceback = r.story(e)
 
 def _check_batches(dls):

@@ -142,12 +142,10 @@ def _linear_row():
 
 # %% ../../nbs/compare/08_doctor.ipynb #d7824845
 def _caches():
-    home = Path.home()
+    home = Path(os.path.expanduser('~'))  # which stays ~ where nobody knows a home folder
     cache = Path(os.environ.get('XDG_CACHE_HOME') or home/'.cache')
     hub = os.environ.get('HF_HUB_CACHE') or Path(os.environ.get('HF_HOME') or cache/'huggingface')/'hub'
-    ours = cache_dir()
-    return {'data': ours/'data', 'archives': ours/'archive', 'tokenizers': ours/'tokenizers',
-            'fastai': os.environ.get('FASTAI_HOME') or home/'.fastai', 'hub': hub,
+    return {'fastai': os.environ.get('FASTAI_HOME') or home/'.fastai', 'hub': hub,
             'torch': os.environ.get('TORCH_HOME') or cache/'torch'}
 
 # %% ../../nbs/compare/08_doctor.ipynb #ef023a78
@@ -162,8 +160,13 @@ def _bytes(folder):
 def _size(n): return f'{n/1e9:.1f} GB' if n >= 1e9 else f'{n/1e6:.1f} MB'
 
 def _cache_rows():
-    for k,v in _caches().items():
-        yield _row('cache', k, _size(_bytes(v)) if os.path.isdir(v) else 'empty', str(Path(v).expanduser()))
+    names = dict(data='data', archives='archive', tokenizers='tokenizers')
+    try: ours = {k: cache_dir()/v for k,v in names.items()}
+    except UserError as e:
+        ours = {}
+        yield _row('cache', ', '.join(names), 'nowhere', str(e))
+    for k,v in {**ours, **_caches()}.items():
+        yield _row('cache', k, _size(_bytes(v)) if os.path.isdir(v) else 'empty', os.path.expanduser(v))
 
 # %% ../../nbs/compare/08_doctor.ipynb #c44e904a
 def _now(device, wait=1.):

@@ -6,7 +6,7 @@
 __all__ = ['NoSpace', 'Items', 'write_part', 'written', 'write_parts', 'check_space', 'finish', 'build', 'damaged', 'open_store']
 
 # %% ../../nbs/draw/23_build.ipynb #6cd7619b
-import errno, json, multiprocessing, os, shutil, sys
+import errno, json, multiprocessing, os, shutil, sys, threading, time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -98,9 +98,17 @@ def _one(k):
     items,*args = _job
     return k,write_part(items, k, *args)
 
+# %% ../../nbs/draw/23_build.ipynb #forkend2
+def _end_with(parent):
+    "End this process once `parent`, which forked it, is gone"
+    def watch():
+        while os.getppid() == parent: time.sleep(.5)
+        os._exit(1)
+    threading.Thread(target=watch, daemon=True).start()
+
 # %% ../../nbs/draw/23_build.ipynb #196ebcca
 def _in_processes(todo, workers):
-    with ProcessPoolExecutor(workers, multiprocessing.get_context('fork')) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context('fork'), _end_with, (os.getpid(),)) as pool:
         futures = [pool.submit(_one, k) for k in todo]
         try:
             for f in as_completed(futures): yield f.result()
@@ -118,9 +126,11 @@ def write_parts(items:Items, # All of them
     ): # (number, what `write_part` gave), in any order
     "Prepare and write parts, in parallel"
     global _job
-    _job = items,folder,store,per_part
+    threads,_job = torch.get_num_threads(),(items,folder,store,per_part)
     try: yield from (_in_processes(todo, min(workers, len(todo))) if workers > 1 and len(todo) > 1 else map(_one, todo))
-    finally: _job = None
+    finally:
+        _job = None
+        torch.set_num_threads(threads) # of this process, which `_one` may have changed
 
 # %% ../../nbs/draw/23_build.ipynb #b4a7ed1c
 @contextmanager
@@ -201,7 +211,9 @@ def build(folder, # Of the cache
         todo = [k for k in range(n_parts) if k not in said]
         if todo: check_space(items, building, len(said)/n_parts)
         _write_all(said, todo, items, building, store, per_part, workers, tell)
-        finish(building, [said[k] for k in range(n_parts)], about | dict(n=items.n, per_part=per_part, store=store))
+        about = about | dict(n=items.n, per_part=per_part, store=store)
+        try: finish(building, [said[k] for k in range(n_parts)], about)
+        except OSError as e: raise _full(e, building)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(building, folder)
     return True

@@ -6,10 +6,12 @@
 __all__ = ['sample_jpegs', 'time_decoders', 'Choice', 'choose_decoder']
 
 # %% ../../nbs/draw/01_fastest.ipynb #1e3128e1
-import io, json, os, platform, tempfile
+import io, json, os, platform
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter
+from uuid import uuid4
 
 import numpy as np
 from PIL import Image
@@ -66,15 +68,20 @@ def _file(): return cache_dir()/'draw'/'decoders.json'
 
 def _read():
     try: return dict(json.loads(_file().read_text()))
-    except (OSError, ValueError, TypeError): return {}
+    except (OSError, UserError, ValueError, TypeError): return {}
 
 def _write(kept):
-    try:
-        _file().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile('w', dir=_file().parent, suffix='.tmp', delete=False) as f:
-            json.dump(kept, f)
-        os.replace(f.name, _file())
-    except OSError: pass
+    with suppress(OSError, UserError), _beside(_file()) as tmp:
+        tmp.write_text(json.dumps(kept))
+        os.replace(tmp, _file())
+
+@contextmanager
+def _beside(path):
+    "A name for a new file that everybody may read, as far as the folder allows; it is gone afterwards"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f'.{path.name}.{uuid4().hex}.tmp')
+    try: yield tmp
+    finally: tmp.unlink(missing_ok=True)
 
 # %% ../../nbs/draw/01_fastest.ipynb #6b529563
 @dataclass(frozen=True)

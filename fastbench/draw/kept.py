@@ -51,7 +51,11 @@ def read_about(folder # Of a cache
     return about if _is_about(about) else {}
 
 # %% ../../nbs/draw/20_kept.ipynb #keptsize
-def _size(folder): return sum(o.stat().st_size for o in folder.rglob('*') if o.is_file())
+def _bytes(path):
+    try: return os.lstat(path).st_size
+    except OSError: return 0  # of a cache that is built or cleared meanwhile
+
+def _size(folder): return sum(_bytes(os.path.join(at, o)) for at,_,names in os.walk(folder) for o in names)
 
 def _kept(folder):
     complete = not folder.name.startswith('.')
@@ -86,15 +90,15 @@ def clear_caches(names=(), # What those to clear begin with; none: all
     if missing:
         raise UserError(f'no cache begins with {missing[0]!r} in {caches_dir(where)}: see `fastbench cache list`')
     gone = [o for o in kept if not names or any(named(o).startswith(n) for n in names)]
-    for o in gone: _remove(o.path)
-    return gone
+    return [o for o in gone if _remove(o.path)]
 
 def _remove(folder):
     lock = lock_of(folder)
     try:
         with locked(lock): shutil.rmtree(folder)
         lock.unlink(missing_ok=True)
+        return True
     except OSError as e:
-        if not folder.exists(): return
+        if not folder.exists(): return False  # finished or cleared meanwhile
         why = f'{e.strerror} ({e.filename})' if e.strerror else e
         raise UserError(f'the cache {folder} cannot be removed: {why}') from e

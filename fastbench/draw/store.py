@@ -258,8 +258,11 @@ class Store:
         if self.part_cls is ParquetPart: # several threads may be at it
             if self.room is None: self.room = parts_in_memory(self.ends, self.per_part)
             for o in list(self.parts)[:max(0, len(self.parts)-self.room+1)]: self.parts.pop(o, None)
-        rows = slice(k*self.per_part, (k+1)*self.per_part)
-        return self.parts.setdefault(k, self.part_cls(self.folder/part_name(k, self.ext), self.ends[rows]))
+        rows,path = slice(k*self.per_part, (k+1)*self.per_part),self.folder/part_name(k, self.ext)
+        try: return self.parts.setdefault(k, self.part_cls(path, self.ends[rows]))
+        except FileNotFoundError:
+            raise UserError(f'{path} is gone: was this cache cleared while it was used? Call cached(...) again, which '
+                            'makes it anew') from None
 
     def raw(self, i, j): # i: item; j: field
         "The bytes of a field of an item, not copied"

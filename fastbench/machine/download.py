@@ -16,13 +16,19 @@ from ..errors import UserError
 # %% ../../nbs/machine/02_download.ipynb #43f9484c
 def cache_dir()->Path: # `$FASTBENCH_HOME`, or the platform's user cache folder + `fastbench`
     "Return the folder for what fastbench downloads or generates"
-    if home := os.environ.get('FASTBENCH_HOME'): return Path(home).expanduser().absolute()
+    if home := os.environ.get('FASTBENCH_HOME'): return _expanded(home).absolute()
     if sys.platform == 'win32': base = os.environ.get('LOCALAPPDATA') or '~/AppData/Local'
     elif sys.platform == 'darwin': base = '~/Library/Caches'
     else:
         base = os.environ.get('XDG_CACHE_HOME', '')
         if not os.path.isabs(base): base = '~/.cache' # the XDG rules: a relative path is to be ignored
-    return Path(base).expanduser()/'fastbench'
+    return _expanded(base)/'fastbench'
+
+def _expanded(path):
+    try: return Path(path).expanduser()
+    except RuntimeError:
+        raise DataUnavailable(f'{path} is nowhere: HOME is not set, and this system knows no home folder of its user. '
+                              'Set FASTBENCH_HOME to a folder that can be written') from None
 
 # %% ../../nbs/machine/02_download.ipynb #7ccf16e9
 class DataUnavailable(UserError):
@@ -41,9 +47,11 @@ def locked(path): # The lock's own file, created where missing; it stays, empty
 # %% ../../nbs/machine/02_download.ipynb #9e08a1fc
 def _opened(lock):
     try: return open(lock, 'a+b')
-    except PermissionError as e:
-        raise DataUnavailable(f'cannot write in the folder {Path(lock).parent}: {e.strerror}. Name one that can be '
-                              'written: by FASTBENCH_HOME, or by where= for a cache') from None
+    except OSError as e:
+        what = f'write in the folder {Path(lock).parent}'
+        if isinstance(e, PermissionError) and os.path.isfile(lock): what = f'open {lock}, which another user made'
+        raise DataUnavailable(f'cannot {what}: {e.strerror}. Name one that can be written: by FASTBENCH_HOME, or by '
+                              'where= for a cache') from None
 
 def _mkdir(folder):
     try: Path(folder).mkdir(parents=True, exist_ok=True)
@@ -83,7 +91,7 @@ def build_folder(dest, # The folder to make; one that exists is taken as complet
             if dest.exists(): os.replace(dest, dest.parent/f'.{dest.name}.old.tmp')
             os.replace(tmp, dest)
         except OSError as e:
-            if e.errno != errno.ENOSPC: raise
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT): raise
             raise DataUnavailable(f'no space left in {dest.parent} for {dest.name}. Free some, or set '
                                   'FASTBENCH_HOME') from None
         finally:
@@ -125,7 +133,7 @@ def _why(e, host, timeout):
     if isinstance(r, socket.gaierror): return f'the name {host} does not resolve (no network, or no such host)'
     if isinstance(r, ConnectionRefusedError): return f'{host} refused the connection'
     if isinstance(r, TimeoutError) or 'timed out' in str(r): return f'{host} did not answer within {timeout:g} s'
-    if isinstance(r, OSError) and r.errno == errno.ENOSPC: return 'no space left on the disk'
+    if isinstance(r, OSError) and r.errno in (errno.ENOSPC, errno.EDQUOT): return 'no space left on the disk'
     return f'{type(r).__name__}: {r}' if str(r) else type(r).__name__
 
 def _cannot_be(scheme, dest):
@@ -301,7 +309,8 @@ def fastai_set(url_name:str, # Name in fastai's `URLs`
     if folder.is_dir(): return folder
     url,size,md5 = archive_of(url_name)
     file = url.rsplit('/', 1)[1]
-    own,theirs = cache_dir()/'archive'/file,Path(os.environ.get('FASTAI_HOME', '~/.fastai')).expanduser()/'archive'/file
+    fastais = Path(os.path.expanduser(os.environ.get('FASTAI_HOME', '~/.fastai')))
+    own,theirs = cache_dir()/'archive'/file,fastais/'archive'/file
     have = next((o for o in (own, theirs) if o.is_file() and o.stat().st_size == size), None)
     hint = f'{instead}; or put the unpacked set{f" ({holds})" if holds else ""} at {folder}, or the archive at {own}'
     if not (have or offline): print(f'Downloading {file} ({size/1e6:.0f} MB) ...', file=sys.stderr, flush=True)

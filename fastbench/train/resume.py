@@ -275,8 +275,8 @@ def _not_written(self:CheckpointEvery, error, why):
     if at == self._unwritten: return  # said already: at the end the last step's is tried once more
     self._unwritten = at
     self.failed.append(why)
-    self._say(f'no checkpoint after step {self.learn.train_iter} ({error}): the training goes on, the checkpoint '
-              'before it is whole')
+    kept = 'the checkpoint before it is whole' if checkpoints(self.where) else 'and there is no checkpoint before it'
+    self._say(f'no checkpoint after step {self.learn.train_iter} ({error}): the training goes on, {kept}')
 
 # %% ../../nbs/train/15_resume.ipynb #350cd787
 @patch
