@@ -6,7 +6,7 @@
 __all__ = ['FORMAT', 'caches_dir', 'KeptCache', 'read_about', 'kept_caches', 'lock_of', 'clear_caches']
 
 # %% ../../nbs/draw/20_kept.ipynb #9306d167
-import json, shutil
+import json, os, shutil
 from dataclasses import dataclass
 from pathlib import Path
 
