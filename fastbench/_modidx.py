@@ -1348,6 +1348,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'fastbench.compat.call_after_backward': ('compat.html#call_after_backward', 'fastbench/compat.py'),
                                   'fastbench.compat.compile_tools': ('compat.html#compile_tools', 'fastbench/compat.py'),
                                   'fastbench.compat.efficient_attention': ('compat.html#efficient_attention', 'fastbench/compat.py'),
+                                  'fastbench.compat.efficient_learns_windows': ( 'compat.html#efficient_learns_windows',
+                                                                                 'fastbench/compat.py'),
                                   'fastbench.compat.flash_attention': ('compat.html#flash_attention', 'fastbench/compat.py'),
                                   'fastbench.compat.fused_devices': ('compat.html#fused_devices', 'fastbench/compat.py'),
                                   'fastbench.compat.fused_sgd_': ('compat.html#fused_sgd_', 'fastbench/compat.py'),

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['foreach_add_', 'foreach_copy_', 'foreach_div_', 'foreach_lerp_', 'foreach_mul_', 'foreach_norm', 'fused_sgd_',
-           'fused_devices', 'flash_attention', 'efficient_attention', 'linear_pointwise', 'resize_smooth',
-           'compile_tools', 'of_checkpointing', 'pause_stream', 'profiler_is_on', 'call_after_backward',
-           'without_subclasses', 'is_view', 'wrap_loader_start', 'remember_pass']
+           'fused_devices', 'flash_attention', 'efficient_attention', 'linear_pointwise', 'efficient_learns_windows',
+           'resize_smooth', 'compile_tools', 'of_checkpointing', 'pause_stream', 'profiler_is_on',
+           'call_after_backward', 'without_subclasses', 'is_view', 'wrap_loader_start', 'remember_pass']
 
 # %% ../nbs/00_compat.ipynb #b661f758
 from functools import partial
@@ -61,6 +61,12 @@ def linear_pointwise(x, # Inputs
     ):
     "A linear layer by oneDNN"
     return torch.ops.mkldnn._linear_pointwise(x, w, b, 'none', [], '')
+
+# %% ../nbs/00_compat.ipynb #effwin02
+def efficient_learns_windows(
+    )->bool:
+    "Return whether this PyTorch keeps to the window in the gradient of `efficient_attention`"
+    return torch.__version__ >= (2, 15)
 
 # %% ../nbs/00_compat.ipynb #1292a783
 def resize_smooth(x, # (n, channels, height, width)

@@ -176,6 +176,13 @@ def test_a_model_with_attention_of_its_own_is_refused(cfg):
     with pytest.raises(UserError, match="loader='budget' or 'sorted' works"): check_packed(fast_attention(model))
 
 
+def test_a_model_that_keeps_to_its_attention_is_refused(monkeypatch):
+    "As ModernBERT of transformers before 5.7, which only logs a warning"
+    model = AutoModelForSequenceClassification.from_config(BertConfig(**SMALL))
+    monkeypatch.setattr(type(model), 'set_attn_implementation', lambda self, name: None)
+    with pytest.raises(UserError, match="computes attention in a way of its own.*loader='budget' or 'sorted' works"): fast_attention(model)
+
+
 def test_wrong_results_are_found():
     model = build('bert')
     model.bert.embeddings.register_forward_hook(lambda m, args, out: out + out.mean(1, keepdim=True))  # looks across texts

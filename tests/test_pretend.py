@@ -356,7 +356,7 @@ def test_a_scaler_reads_whether_gradients_are_finite(gpu):
 # After it
 
 def test_torch_is_as_it_was(tmp_path):
-    owners = (torch, torch._C, torch.cuda, torch.cuda.memory, torch.cuda.streams, torch.cuda.random, torch.accelerator, torch.accelerator.memory, torch.backends.cudnn,
+    owners = (torch, torch._C, torch.cuda, torch.cuda.memory, torch.cuda.streams, torch.cuda.random, torch.accelerator, getattr(torch.accelerator, 'memory', torch.accelerator), torch.backends.cudnn,
               torch.Tensor, torch._C.TensorBase, torch.storage._StorageBase, torch.UntypedStorage, torch.Generator, nn.Module)
     def state(): return [dict(vars(o)) for o in owners]
     torch.overrides.get_overridable_functions()

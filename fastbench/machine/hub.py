@@ -40,5 +40,6 @@ def look_up(repo:str, # Name on the hub; `name@revision` as well
 # %% ../../nbs/machine/03_hub.ipynb #fb2afec2
 def first_line(e:BaseException # What was raised
     )->str: # One line, without the full stop
-    "The first line of an error"
-    return (str(e).strip().splitlines() or [type(e).__name__])[0].rstrip('.')
+    "The first line of an error, cut where it is very long"
+    line = (str(e).strip().splitlines() or [type(e).__name__])[0].rstrip('.')
+    return line if len(line) <= 500 else f'{line[:500]}...'

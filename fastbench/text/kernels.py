@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from ..compat import efficient_attention, flash_attention
+from ..compat import efficient_attention, efficient_learns_windows, flash_attention
 
 # %% ../../nbs/text/08_kernels.ipynb #31bb911b
 def kernel_for(device:str, # Kind of device: 'cuda', 'cpu', ...
@@ -30,7 +30,8 @@ def kernel_for(device:str, # Kind of device: 'cuda', 'cpu', ...
         widest = 256 if capability in ((8, 0), (9, 0)) else 192  # largest head in the backward pass
         if half and new and head_dim <= widest: return 'flash'
         known = dtype in (torch.float32, torch.float16) or dtype == torch.bfloat16 and new
-        if known and capability >= (5, 0) and (window is None or causal): return 'efficient'
+        sees = window is None or causal and efficient_learns_windows()
+        if known and capability >= (5, 0) and sees: return 'efficient'
     return 'by_text' if lengths else 'dense'
 
 # %% ../../nbs/text/08_kernels.ipynb #c7e16dec

@@ -128,11 +128,12 @@ def fast_attention(model, # A model of transformers
     for name,f in (('fastbench', _attention), ('fastbench_values', _value_dropout)):
         AttentionInterface.register(name, f)
         AttentionMaskInterface.register(name, _mask)
-    if not getattr(model, '_supports_attention_backend', False) or not getattr(model, '_supports_sdpa', False):
+    able = getattr(model, '_supports_attention_backend', False) and getattr(model, '_supports_sdpa', False)
+    if able: model.set_attn_implementation(dropouts[dropout])  # not every version of a model heeds it
+    if not able or model.config._attn_implementation != dropouts[dropout]:
         raise UserError(f"{type(model).__name__} computes attention in a way of its own: "
                         "packed batches and fast attention cannot be had. "
                         "loader='budget' or 'sorted' works with every model")
-    model.set_attn_implementation(dropouts[dropout])
     return model
 
 # %% ../../nbs/text/09_packed.ipynb #fb5430c0

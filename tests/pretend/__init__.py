@@ -63,6 +63,7 @@ def replacements(gpu, patches):
                 current_stream=driver.stream, default_stream=driver.default_stream, set_stream=driver.set_stream, Stream=Stream, Event=Event,
                 mem_get_info=lambda device=None: driver.info(driver.index(device)))
     patches.set(c.streams, Stream=Stream, Event=Event)
+    patches.set(c.graphs, _cuda_isCurrentStreamCapturing=driver.functions()['_cuda_isCurrentStreamCapturing'])  # what optimizers ask before torch 2.15
     patches.set(c.memory, mem_get_info=c.mem_get_info)
     patches.set(torch, Generator=Generator)
     patches.set(torch.backends.cudnn, is_acceptable=lambda t: False)
