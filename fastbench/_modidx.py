@@ -2997,6 +2997,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'fastbench/machine/download.py'),
                                             'fastbench.machine.download._extract': ( 'machine/download.html#_extract',
                                                                                      'fastbench/machine/download.py'),
+                                            'fastbench.machine.download._is_at': ( 'machine/download.html#_is_at',
+                                                                                   'fastbench/machine/download.py'),
                                             'fastbench.machine.download._mkdir': ( 'machine/download.html#_mkdir',
                                                                                    'fastbench/machine/download.py'),
                                             'fastbench.machine.download._opened': ( 'machine/download.html#_opened',

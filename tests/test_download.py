@@ -347,6 +347,26 @@ def test_a_lock_that_cannot_be_opened_says_whose_and_why(tmp_path, monkeypatch):
     one_line(e)
 
 
+@pytest.mark.skipif(os.name == 'nt', reason='Windows removes no file that is open')
+def test_a_lock_that_is_removed_while_one_waits_for_it_is_taken_anew(tmp_path, monkeypatch):
+    "Else the next one would make a file of that name and hold it, too"
+    from fastbench.machine import download
+    path, opened, seen, real = tmp_path/'.x.lock', threading.Event(), [], download._lock
+    def lock(f, on):
+        if threading.current_thread() is waiting: opened.set()
+        return real(f, on)
+    def enter():
+        with download.locked(path): seen.append(path.exists())
+    waiting = threading.Thread(target=enter, daemon=True)
+    monkeypatch.setattr(download, '_lock', lock)
+    with download.locked(path):
+        waiting.start()
+        assert opened.wait(30)
+        path.unlink()
+    waiting.join(30)
+    assert seen == [True]
+
+
 @pytest.mark.parametrize('name', ['ENOSPC', 'EDQUOT'])
 def test_no_space_and_a_quota_that_is_used_up_are_one_line(tmp_path, name):
     import errno

@@ -95,8 +95,9 @@ def clear_caches(names=(), # What those to clear begin with; none: all
 def _remove(folder):
     lock = lock_of(folder)
     try:
-        with locked(lock): shutil.rmtree(folder)
-        lock.unlink(missing_ok=True)
+        with locked(lock):
+            shutil.rmtree(folder)
+            if os.name != 'nt': lock.unlink(missing_ok=True) # Windows removes no file that is open
         return True
     except OSError as e:
         if not folder.exists(): return False  # finished or cleared meanwhile

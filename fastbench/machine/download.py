@@ -39,10 +39,19 @@ class DataUnavailable(UserError):
 def locked(path): # The lock's own file, created where missing; it stays, empty
     "Hold an exclusive lock between processes (threads too: each call opens its own handle)"
     _mkdir(Path(path).parent)
-    with _opened(path) as f:
-        _lock(f, True)
-        try: yield
-        finally: _lock(f, False)
+    while True:
+        with _opened(path) as f:
+            _lock(f, True)
+            try:
+                if not _is_at(f, path): continue # whoever held it has removed it: others lock a new one
+                yield
+                return
+            finally: _lock(f, False)
+
+def _is_at(f, path):
+    "Is an open file still the one of that name?"
+    try: return os.path.samestat(os.fstat(f.fileno()), os.stat(path))
+    except FileNotFoundError: return False
 
 # %% ../../nbs/machine/02_download.ipynb #9e08a1fc
 def _opened(lock):
