@@ -13,6 +13,7 @@ from pathlib import Path
 from shutil import which
 from statistics import median
 
+from ..draw.kept import folder_bytes
 from ..machine.download import cache_dir
 from ..machine.environment import cores, device_info, memory_limit, versions
 from ..machine.noise import machine_state, warnings_between
@@ -149,14 +150,6 @@ def _caches():
             'torch': os.environ.get('TORCH_HOME') or cache/'torch'}
 
 # %% ../../nbs/compare/08_doctor.ipynb #ef023a78
-def _bytes(folder):
-    total = 0
-    for at,_,names in os.walk(folder):
-        for o in names:
-            try: total += os.lstat(os.path.join(at, o)).st_size
-            except OSError: pass
-    return total
-
 def _size(n): return f'{n/1e9:.1f} GB' if n >= 1e9 else f'{n/1e6:.1f} MB'
 
 def _cache_rows():
@@ -166,7 +159,7 @@ def _cache_rows():
         ours = {}
         yield _row('cache', ', '.join(names), 'nowhere', str(e))
     for k,v in {**ours, **_caches()}.items():
-        yield _row('cache', k, _size(_bytes(v)) if os.path.isdir(v) else 'empty', os.path.expanduser(v))
+        yield _row('cache', k, _size(folder_bytes(v)) if os.path.isdir(v) else 'empty', os.path.expanduser(v))
 
 # %% ../../nbs/compare/08_doctor.ipynb #c44e904a
 def _now(device, wait=1.):

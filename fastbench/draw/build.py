@@ -6,7 +6,7 @@
 __all__ = ['NoSpace', 'Items', 'write_part', 'written', 'write_parts', 'check_space', 'finish', 'build', 'damaged', 'open_store']
 
 # %% ../../nbs/draw/23_build.ipynb #6cd7619b
-import errno, json, multiprocessing, os, shutil, sys, threading, time
+import json, multiprocessing, os, shutil, sys, threading, time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,7 +18,7 @@ import torch
 from .kept import FORMAT, lock_of, read_about
 from .store import Field, PARTS, PartWriter, Store, as_bytes, checksum, part_name
 from ..errors import UserError
-from ..machine.download import locked
+from ..machine.download import NO_SPACE, locked
 from ..machine.environment import worker_cores
 
 # %% ../../nbs/draw/23_build.ipynb #e3937ecb
@@ -74,7 +74,7 @@ def _save(path, **arrays):
 
 # %% ../../nbs/draw/23_build.ipynb #e0b32700
 def _full(e, folder):
-    if e.errno not in (errno.ENOSPC, errno.EDQUOT): return e
+    if e.errno not in NO_SPACE: return e
     return NoSpace(f'no space left in {folder.parent} while a cache was written. What is done is kept, and the next '
                    'call goes on: free some space, or name another folder with where=')
 
@@ -94,13 +94,13 @@ def written(folder, # Of the parts
 _job = None # What forked processes work on
 
 def _one(k):
-    torch.set_num_threads(1)
     items,*args = _job
     return k,write_part(items, k, *args)
 
 # %% ../../nbs/draw/23_build.ipynb #forkend2
-def _end_with(parent):
-    "End this process once `parent`, which forked it, is gone"
+def _begin(parent):
+    "Begin a process that works with one thread, and ends once `parent`, which forked it, is gone"
+    torch.set_num_threads(1)
     def watch():
         while os.getppid() == parent: time.sleep(.5)
         os._exit(1)
@@ -108,7 +108,7 @@ def _end_with(parent):
 
 # %% ../../nbs/draw/23_build.ipynb #196ebcca
 def _in_processes(todo, workers):
-    with ProcessPoolExecutor(workers, multiprocessing.get_context('fork'), _end_with, (os.getpid(),)) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context('fork'), _begin, (os.getpid(),)) as pool:
         futures = [pool.submit(_one, k) for k in todo]
         try:
             for f in as_completed(futures): yield f.result()
@@ -126,11 +126,9 @@ def write_parts(items:Items, # All of them
     ): # (number, what `write_part` gave), in any order
     "Prepare and write parts, in parallel"
     global _job
-    threads,_job = torch.get_num_threads(),(items,folder,store,per_part)
+    _job = items,folder,store,per_part
     try: yield from (_in_processes(todo, min(workers, len(todo))) if workers > 1 and len(todo) > 1 else map(_one, todo))
-    finally:
-        _job = None
-        torch.set_num_threads(threads) # of this process, which `_one` may have changed
+    finally: _job = None
 
 # %% ../../nbs/draw/23_build.ipynb #b4a7ed1c
 @contextmanager

@@ -7,11 +7,10 @@ __all__ = ['sample_jpegs', 'time_decoders', 'Choice', 'choose_decoder']
 
 # %% ../../nbs/draw/01_fastest.ipynb #1e3128e1
 import io, json, os, platform
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter
-from uuid import uuid4
 
 import numpy as np
 from PIL import Image
@@ -19,6 +18,7 @@ from PIL import Image
 from ..errors import UserError
 from ..machine.download import cache_dir
 from ..machine.environment import worker_cores
+from ..runs.store import write_whole
 from .decode import Decoder, decode, decoders, get_decoder
 
 # %% ../../nbs/draw/01_fastest.ipynb #3cfb540c
@@ -71,17 +71,7 @@ def _read():
     except (OSError, UserError, ValueError, TypeError): return {}
 
 def _write(kept):
-    with suppress(OSError, UserError), _beside(_file()) as tmp:
-        tmp.write_text(json.dumps(kept))
-        os.replace(tmp, _file())
-
-@contextmanager
-def _beside(path):
-    "A name for a new file that everybody may read, as far as the folder allows; it is gone afterwards"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f'.{path.name}.{uuid4().hex}.tmp')
-    try: yield tmp
-    finally: tmp.unlink(missing_ok=True)
+    with suppress(OSError, UserError): write_whole(_file(), json.dumps(kept))
 
 # %% ../../nbs/draw/01_fastest.ipynb #6b529563
 @dataclass(frozen=True)
