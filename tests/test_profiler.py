@@ -25,7 +25,7 @@ from fastbench.measure.profiler import Profiler
 from fastbench.measure.clock import DeviceClock
 from fastbench.measure.stopwatch import DRAW, DRAWN, END, EVENTS, FIRST, LAST, ManualClock, Stopwatch
 from fastbench.measure.loader import TimedLoader, batch_size
-from fastbench.machine.flops import measure_peak
+from fastbench.machine.flops import matmul_peak, measure_peak
 from fastbench.train.loop import FastLoop
 from fastbench.measure.phases import TRAIN, VALID, rows, values, SYNCS
 from fastbench.errors import UserError
@@ -611,6 +611,17 @@ def test_flops(monkeypatch, tmp_path):
     e = learn.profiler.profile.facts['efficiency']
     assert e['flops_per_sample'] == 2*8*3*2 and e['peak'] == 1e12 and 0 < e['share'] < 1
     assert 'FLOPs a sample' in str(learn.profiler)
+    assert 'fp32' in (tmp_path/'peaks.json').read_text()
+
+
+def test_a_peak_that_cannot_be_kept_is_measured_by_each_process(monkeypatch, tmp_path):
+    "A home that is a file, another list in the file: no fit ends by it"
+    monkeypatch.setattr('fastbench.machine.flops.measure_peak', lambda device, precision: 1e12)
+    (tmp_path/'file').touch()
+    (tmp_path/'peaks.json').write_text('[1, 2]')
+    for o in (tmp_path/'file'/'home', tmp_path):
+        monkeypatch.setenv('FASTBENCH_HOME', str(o))
+        assert matmul_peak() == 1e12
     assert 'fp32' in (tmp_path/'peaks.json').read_text()
 
 

@@ -7,6 +7,7 @@ __all__ = ['DTYPES', 'count_flops', 'native_bf16', 'has_onednn', 'onednn_linear'
 
 # %% ../../nbs/machine/05_flops.ipynb #13d9ba72
 import json, os
+from contextlib import suppress
 from copy import deepcopy
 from time import perf_counter
 
@@ -105,17 +106,22 @@ def measure_peak(device='cpu', # Where to multiply
     return best
 
 # %% ../../nbs/machine/05_flops.ipynb #ca251a61
+def _kept_peaks():
+    try: return dict(json.loads((cache_dir()/'peaks.json').read_text()))
+    except (OSError, UserError, ValueError, TypeError): return {}
+
+def _keep_peaks(peaks):
+    with suppress(OSError, UserError):
+        file = cache_dir()/'peaks.json'
+        tmp = file.with_suffix(f'.{os.getpid()}')
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tmp.write_text(json.dumps(peaks, indent=1))
+        os.replace(tmp, file)
+
 def matmul_peak(device='cpu', # Where to multiply
                 precision:str='fp32', # fp32, fp16 or bf16
     )->float: # FLOP/s
     "The measured peak of this machine, from the cache if it was measured before"
-    file,key = cache_dir()/'peaks.json',_device_key(torch.device(device), precision)
-    try: peaks = json.loads(file.read_text())
-    except (OSError, ValueError): peaks = {}
-    if key not in peaks:
-        peaks[key] = measure_peak(device, precision)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        tmp = file.with_suffix(f'.{os.getpid()}')
-        tmp.write_text(json.dumps(peaks, indent=1))
-        os.replace(tmp, file)
+    peaks,key = _kept_peaks(),_device_key(torch.device(device), precision)
+    if key not in peaks: _keep_peaks(peaks := peaks | {key: measure_peak(device, precision)})
     return peaks[key]
