@@ -824,6 +824,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                            'fastbench.command.options.field': ( 'command/options.html#field',
                                                                                 'fastbench/command/options.py'),
                                            'fastbench.command.options.flag': ('command/options.html#flag', 'fastbench/command/options.py'),
+                                           'fastbench.command.options.folder': ( 'command/options.html#folder',
+                                                                                 'fastbench/command/options.py'),
                                            'fastbench.command.options.given': ( 'command/options.html#given',
                                                                                 'fastbench/command/options.py'),
                                            'fastbench.command.options.held_out': ( 'command/options.html#held_out',

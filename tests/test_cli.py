@@ -428,6 +428,13 @@ def test_a_picture_is_refused_before_the_training(launched, monkeypatch, capsys,
     assert code == 2 and why in err and not launched
 
 
+@pytest.mark.parametrize('words', ['run digits-xresnet18 --out', 'cache clear --where', 'doctor digits-xresnet18 --keep'])
+def test_an_empty_folder_is_no_folder(launched, monkeypatch, capsys, words):
+    "As of a shell's variable that is not set: it would be the current folder"
+    code,_,err = command(monkeypatch, capsys, *words.split(), '')
+    assert code == 2 and 'names no folder' in err and not launched
+
+
 @pytest.mark.parametrize('made', ['a:', 'a:bs', ':bs=2', 'a:lr,bs=2'])
 def test_a_rung_is_refused_in_its_own_words(launched, monkeypatch, capsys, tmp_path, made):
     code,_,err = command(monkeypatch, capsys, 'ladder', 'digits-xresnet18', '--rung', made, '--out', tmp_path)

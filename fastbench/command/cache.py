@@ -6,11 +6,9 @@
 __all__ = ['Where', 'list_caches', 'clear']
 
 # %% ../../nbs/command/10_cache.ipynb #7ef37cc6
-from pathlib import Path
-
 import typer
 
-from .options import Json, argument, option
+from .options import Json, argument, folder, option
 from .terminal import app, example, print_json
 from ..draw.kept import caches_dir, clear_caches, kept_caches
 
@@ -19,7 +17,8 @@ _cache = typer.Typer(no_args_is_help=True, rich_markup_mode=None, epilog=example
                      help='List or clear the caches of prepared items.')
 app.add_typer(_cache, name='cache')
 
-Where = option(Path, 'Folder that holds the caches.', '--where', metavar='FOLDER', show_default="fastbench's own")
+Where = option(folder, 'Folder that holds the caches.', '--where', parser=folder, metavar='FOLDER',
+               show_default="fastbench's own")
 
 def _mb(n): return f'{n/1e9:.1f} GB' if n >= 1e9 else f'{n/1e6:.1f} MB'
 

@@ -8,7 +8,6 @@ __all__ = ['doctor']
 # %% ../../nbs/command/08_doctor.ipynb #644149ec
 import shlex, sys, warnings
 from functools import partial
-from pathlib import Path
 from typing import Optional
 
 import typer
@@ -16,7 +15,7 @@ import typer
 from ..errors import UserError
 from ..recipe import but, get_recipe
 from .ab import _time
-from .options import Device, Json, argument, field, flag, option
+from .options import Device, Json, argument, field, flag, folder, option
 from .terminal import app, example, names_like, say, told_as_run
 
 # %% ../../nbs/command/08_doctor.ipynb #1ad1d09a
@@ -34,7 +33,8 @@ def doctor(
                   show_default='digits-xresnet18, cut short')='digits-xresnet18',
     fields:option(list[str], 'A field of the recipe to diagnose.', '--set', metavar='FIELD=VALUE')=None,
     device:Device=None,
-    keep:option(Path, 'Keep the Runs of the trial here.', metavar='FOLDER', show_default='they are not kept')=None,
+    keep:option(folder, 'Keep the Runs of the trial here.', parser=folder, metavar='FOLDER',
+                show_default='they are not kept')=None,
     as_json:Json=False,
 ):
     "Look at this machine. With a RECIPE: find out what its steps wait for."

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Out', 'Json', 'ShowOutput', 'CheckpointInterval', 'Resume', 'Plot', 'Markdown', 'Offline', 'Anyway', 'Device',
            'Nproc', 'Strategy', 'AtPrecision', 'On', 'Threshold', 'Price', 'FailAbove', 'Valid', 'TextCol', 'LabelCol',
-           'Precision', 'samples', 'share', 'given', 'field', 'prices', 'picture', 'held_out', 'argument', 'option',
-           'flag', 'placed']
+           'Precision', 'samples', 'share', 'given', 'field', 'prices', 'picture', 'folder', 'held_out', 'argument',
+           'option', 'flag', 'placed']
 
 # %% ../../nbs/command/00_options.ipynb #0b7e0003
 import shlex, sys
@@ -80,6 +80,12 @@ def picture(text): # text: what was typed
     if not path.absolute().parent.is_dir(): raise typer.BadParameter(f'there is no folder {str(path.parent)!r}')
     return path
 
+# %% ../../nbs/command/00_options.ipynb #f01de001
+def folder(text): # text: what was typed
+    "A folder's path"
+    if str(text).strip(): return Path(text)
+    raise typer.BadParameter("'' names no folder: is a variable of the shell not set? A dot is the current folder")
+
 # %% ../../nbs/command/00_options.ipynb #b63b496f
 def held_out(text): # text: what was typed, or None
     "`20%` or `.2` as a share; a name or a path as it is"
@@ -105,7 +111,8 @@ def flag(help, *names): # help: what it is for; names: in place of the parameter
     return Annotated[bool, typer.Option(*names, help=help)]
 
 # %% ../../nbs/command/00_options.ipynb #7633174b
-Out = Annotated[Path, typer.Option('--out', help='Folder that holds the Runs.', envvar='FASTBENCH_OUT')]
+Out = Annotated[Path, typer.Option('--out', help='Folder that holds the Runs.', envvar='FASTBENCH_OUT', parser=folder,
+                                   metavar='FOLDER')]
 Json = flag('Print JSON, for a program.', '--json')
 ShowOutput = flag('Show what your own function prints.', '--show-output')
 _every = 'Write a checkpoint every 10 (minutes) or 500steps.'
