@@ -489,6 +489,75 @@ def test_a_change_anywhere_is_another_key(tmp_path, monkeypatch):
     assert fingerprint(describe(Shifted(1))) != fingerprint(describe(Shifted(2)))
 
 
+HELPERS = """
+FACTOR = {by}
+def clean(x): return {body}
+def other(x): return x
+"""
+NOTEBOOK = """
+import cleaning, pkg.deep
+def by_module(x): return cleaning.clean(x)
+def by_package(x): return pkg.deep.cleaning.clean(x)
+def in_function(x):
+    import cleaning
+    from pkg.deep import cleaning as c
+    return cleaning.clean(x) + c.clean(x)
+def named(x): return x.size, x.fit
+"""
+
+@pytest.fixture
+def notebook(tmp_path, monkeypatch):
+    "Names of a notebook, whose functions use a file beside it"
+    import linecache
+    def write(by, body='FACTOR*x'):
+        (tmp_path/'cleaning.py').write_text(HELPERS.format(by=by, body=body))
+        linecache.checkcache()
+    def keys(): return {k: fingerprint(describe(names[k])) for k in ('by_module', 'by_package', 'in_function', 'named')}
+    write(2)
+    (tmp_path/'pkg').mkdir()
+    (tmp_path/'pkg'/'__init__.py').touch()
+    (tmp_path/'pkg'/'deep.py').write_text('import cleaning')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, 'dont_write_bytecode', True)
+    for o in 'cleaning', 'pkg', 'pkg.deep': monkeypatch.delitem(sys.modules, o, raising=False)
+    names = {'__name__': '__main__'}
+    exec(NOTEBOOK, names)
+    return SimpleNamespace(write=write, keys=keys, names=names)
+
+
+def test_a_module_of_ones_own_counts_by_what_is_used_of_it(notebook):
+    "`helpers.clean(x)` in a cell: an old cache was read after helpers.py was edited and reloaded"
+    import importlib
+    first = notebook.keys()
+    notebook.write(30)
+    importlib.reload(sys.modules['cleaning'])
+    now = notebook.keys()
+    assert {k for k in now if now[k] != first[k]} == {'by_module', 'by_package', 'in_function'}
+
+
+def test_what_a_module_has_besides_does_not_count(notebook):
+    first = notebook.keys()
+    sys.modules['cleaning'].another = 3
+    sys.modules['cleaning'].other = None
+    assert notebook.keys() == first
+
+
+def test_a_file_that_was_edited_but_not_imported_again_is_not_what_it_says(notebook):
+    "Otherwise what the old code made would be read as the new one's, once the kernel was restarted"
+    import importlib
+    notebook.write(2, 'FACTOR*x*x')
+    old = notebook.keys()
+    importlib.reload(sys.modules['cleaning'])
+    assert notebook.keys()['by_module'] != old['by_module']
+
+
+def test_a_name_after_a_dot_is_no_variable_of_the_notebook(notebook):
+    "`image.size` beside `size = 128` made another cache, and beside a lambda called `size` none at all"
+    first = notebook.keys()
+    notebook.names.update(size=128, fit=lambda x: x)
+    assert notebook.keys() == first
+
+
 def test_the_key_is_the_same_in_another_process(tmp_path):
     code = ('import sys; sys.path.insert(0, sys.argv[1]); import mine; from fastbench.draw.describe import describe, fingerprint; from fastai.vision.all import *;'
             'print(fingerprint([describe(mine.Mine()), describe(RandomResizedCrop(8)), describe(Transform(PILImage.create)), describe(Categorize(vocab=["a"]))]))')

@@ -6,7 +6,8 @@
 __all__ = ['NoFingerprint', 'Describer', 'describe', 'fingerprint', 'fingerprint_items']
 
 # %% ../../nbs/draw/21_describe.ipynb #8f7b9937
-import functools, hashlib, inspect, logging, os, random, re, site, sys, sysconfig, types
+import dis, functools, hashlib, importlib, inspect, logging, os, random, re, site, sys, sysconfig, types
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -69,9 +70,10 @@ class Describer:
         raise NoFingerprint(self.name, why)
 
     def source(self, o): # o: a function or class
-        "Its source text; what it compiles to, where there is none"
-        try: return inspect.getsource(o)
-        except (OSError, TypeError): return [_compiled(c) for c in _codes(o.__code__)] if hasattr(o, '__code__') else ''
+        "Its source text, and what runs: a file that was edited since it was imported has another text"
+        compiled = [_compiled(c) for c in _codes(o.__code__)] if hasattr(o, '__code__') else ''
+        try: return [inspect.getsource(o), compiled]
+        except (OSError, TypeError): return compiled
 
     def code(self, f): # f: a function
         "A function by its name, or by its source and what it uses"
@@ -80,8 +82,8 @@ class Describer:
         inner = [o.cell_contents for o in f.__closure__ or () if not self._is_empty(o)]
         around = [self(o) for o in (inner, f.__defaults__, f.__kwdefaults__)]
         if _is_installed(module): return ['function', name, _version(module), around]
-        names = sorted({o for c in _codes(f.__code__) for o in c.co_names} & set(f.__globals__))
-        used = {o: self(f.__globals__[o]) for o in names}
+        names = {o for c in _codes(f.__code__) for o in c.co_names}
+        used = [[k, self.used(o, names)] for k,o in _globals_of(f)]
         return ['function', name, self.source(f), around, used]
 
     def _is_empty(self, cell):
@@ -90,12 +92,37 @@ class Describer:
 
 # %% ../../nbs/draw/21_describe.ipynb #68f6b289
 def _compiled(code):
-    consts = [repr(o) for o in code.co_consts if not isinstance(o, types.CodeType)]
+    def text(o): return sorted(map(repr, o)) if isinstance(o, frozenset) else repr(o) # in any order
+    consts = [text(o) for o in code.co_consts if not isinstance(o, types.CodeType)]
     return [code.co_code.hex(), consts, list(code.co_names), list(code.co_varnames)]
 
 def _codes(code):
     "Code of a function and of those within it"
     return [code, *(c for o in code.co_consts if isinstance(o, types.CodeType) for c in _codes(o))]
+
+def _imported(f, name):
+    "A module that a function imports by itself"
+    for o in (name, f"{f.__globals__.get('__package__')}.{name}"):
+        with suppress(Exception): return sys.modules.get(o) or importlib.import_module(o)
+
+def _globals_of(f):
+    "Names that a function looks up among its globals, and modules that it imports, with what they stand for"
+    steps = [o for c in _codes(f.__code__) for o in dis.get_instructions(c)]
+    names = {o.argval for o in steps if 'GLOBAL' in o.opname or o.opname == 'LOAD_NAME'} & set(f.__globals__)
+    own = {o.argval: _imported(f, o.argval) for o in steps if o.opname == 'IMPORT_NAME'}
+    return sorted(({k: f.__globals__[k] for k in names} | {k: m for k,m in own.items() if m}).items())
+
+# %% ../../nbs/draw/21_describe.ipynb #dscrmod2
+@patch
+def used(self:Describer, o, # What a function looks up
+         names): # All that its code names
+    "A value; of a module of one's own what is used of it"
+    if not isinstance(o, types.ModuleType): return self(o)
+    name,key = o.__name__,(id(o), frozenset(names))
+    if name == '__main__' or _is_installed(name): return ['module', name, _version(name)]
+    if key in self.seen: return ['again', self.seen[key][0]]
+    self.seen[key] = len(self.seen),o
+    return ['module', name, [[k, self.used(v, names)] for k,v in sorted(vars(o).items()) if k in names]]
 
 # %% ../../nbs/draw/21_describe.ipynb #e99ac286
 _PLAIN = type(None), bool, int, float, complex, str, bytes
@@ -116,7 +143,7 @@ def __call__(self:Describer, o):
     if isinstance(o, (np.ndarray, torch.Tensor)): return self.array(o)
     if hasattr(o, 'iloc') and hasattr(o, 'index'):
         return ['table', type(o).__name__, _table(o if _is_table(o) else o.to_frame(), self)]
-    if isinstance(o, types.ModuleType): return ['module', o.__name__]
+    if isinstance(o, types.ModuleType): return self.used(o, ())
     if isinstance(o, functools.partial): return ['partial', self(o.func), self(o.args), self(o.keywords)]
     if isinstance(o, types.MethodType): return ['method', self(o.__self__), self(o.__func__)]
     if isinstance(o, types.FunctionType): return self.code(o)
