@@ -181,6 +181,13 @@ def test_sigterm_to_the_child_alone(tmp_path):
     assert run.status in ('failed', 'interrupted') and (run.status == 'interrupted' or 'asked it to stop' in run.error)
 
 
+def test_what_a_cell_shows_of_a_training_that_was_stopped():
+    "It was `Interrupted: (2, None, '')`"
+    assert str(Interrupted(signal.SIGINT, '/runs/a.json')) == 'the training was stopped by SIGINT; what was measured is kept: /runs/a.json'
+    assert str(Interrupted(signal.SIGTERM)) == 'the training was stopped by SIGTERM; it had measured nothing'
+    assert str(Interrupted(signal.SIGINT, None, 'no such data')) == 'the training was stopped by SIGINT; no such data'
+
+
 # Stopped
 
 @pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])

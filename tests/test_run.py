@@ -94,6 +94,7 @@ def test_file_and_back(run):
     back = from_json(run.to_json())
     assert back == run and back.table.rows == run.table.rows and json.loads(run.to_json())['started'].endswith('+00:00')
     assert str(back) == str(run) and 'finished' in run.headline and 'digits-xresnet18 · fp32' in run.title
+    assert '<table' in run._repr_html_() and 'finished' in run._repr_html_()
 
 
 def test_the_same_seed_gives_the_same_run_another_another(monkeypatch):

@@ -287,3 +287,11 @@ def test_two_runs_are_both_named(tmp_path):
 
 @pytest.mark.parametrize('odd', [dict(x=1), dict(seconds='x', steps=[1]), dict(seconds=1., steps=3), dict(seconds=None, steps=[1]), dict(seconds=True, steps='ab')])
 def test_odd_parts_of_a_training_are_not_told(odd): assert make(resumed=odd, id='a').headline == make(id='a').headline
+
+
+def test_a_run_as_the_last_line_of_a_cell_says_how_it_ended_not_its_fields():
+    "A notebook showed the repr of a dataclass: some thousand characters of dictionaries"
+    run = make(recipe=dict(name='<mine>'), status='failed', error='a <b> is gone', warnings=['the battery'])
+    html = run._repr_html_()
+    assert '&lt;mine&gt;' in html and 'ended by an error (a &lt;b&gt; is gone)' in html and 'warning: the battery' in html
+    assert all(o in str(run) for o in run.lines) and '<mine>' not in html

@@ -106,6 +106,9 @@ class Interrupted(BaseException):
                  path=None, # File of the Run
                  note='', # What happened to the training
         ): self.signum,self.path,self.note = signum,path,note
+    def __str__(self):
+        kept = f'what was measured is kept: {self.path}' if self.path else 'it had measured nothing'
+        return f'the training was stopped by {signal.Signals(self.signum).name}; {self.note or kept}'
 
 def _ends():
     "Signals that end a training: of a terminal that was closed, too, unless nohup has switched that off"

@@ -9,6 +9,7 @@ __all__ = ['SCHEMA', 'ADDED', 'STATUSES', 'new_id', 'when', 'Run', 'plain', 'mig
 import json, math, re, secrets
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
+from html import escape
 
 from fastcore.basics import patch
 
@@ -285,7 +286,19 @@ def headline(self:Run)->str: # status, seconds, metrics
     parts += [f'{k} {v:.4g}' for k,v in self.metrics.items() if isinstance(v, (int, float))]
     return ' · '.join(parts)
 
+@patch(as_prop=True)
+def lines(self:Run)->list: # Texts
+    "How it ended, and what to mind"
+    return [self.headline] + [f'warning: {o}' for o in self.warnings]
+
 @patch
 def __str__(self:Run):
     body = [str(self.table)] if self.table.rows else [self.title]
-    return '\n'.join(body + [self.headline] + [f'warning: {o}' for o in self.warnings])
+    return '\n'.join(body + self.lines)
+
+# %% ../../nbs/runs/01_record.ipynb #runhtml2
+@patch
+def _repr_html_(self:Run):
+    t = self.table
+    head = t._repr_html_() if t.rows else f'<b>{escape(self.title)}</b>'
+    return head + ''.join(f'<p style="margin:.3em 0">{escape(o)}</p>' for o in self.lines)
