@@ -1,5 +1,6 @@
 "The stations of a loader: timed in whatever process they are, and gone after the block, however it ended."
 import json
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -154,3 +155,23 @@ def test_a_loader_with_threads_tells_its_own_stations(folder, threads):
     got = by_name(ledger.rows())
     assert got['decode and crop']['calls'] == got['read']['calls'] == got['targets']['calls'] == 8*n and got['Normalize']['calls'] == n
     assert dls.train.told is None and as_it_was(dls.train)
+
+
+@pytest.fixture
+def spawn():
+    multiprocessing.set_start_method('spawn', force=True)
+    yield
+    multiprocessing.set_start_method(None, force=True)
+
+
+@pytest.mark.parametrize('processes', [0, 1])
+def test_worker_processes_that_are_not_forked_are_timed_too(folder, spawn, processes):
+    "As on macOS, on Windows, and anywhere with Python 3.14: it was a PicklingError"
+    from fastbench.draw.fast import fast_images
+    dls = make(folder, 1)
+    if processes: dls = fast_images(dls, processes=1, threads=1)
+    with timed_stations(dls.train) as ledger: n = len([*dls.train])
+    got = by_name(ledger.rows())
+    assert got['collate']['calls'] == got['Normalize']['calls'] == n and ledger.sums[1, -1, 1] >= n
+    assert got['decode and crop' if processes else 'RandomResizedCrop']['calls'] == 8*n
+    assert as_it_was(dls.train)

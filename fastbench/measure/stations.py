@@ -8,6 +8,7 @@ __all__ = ['Ledger', 'read_file', 'Timed', 'timed_stations', 'add_up']
 # %% ../../nbs/measure/11_stations.ipynb #7e22a921
 import os
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from threading import Lock
 from time import perf_counter
@@ -70,6 +71,7 @@ class Timed:
                  read:int=None, # Index of the reading station, if `f` may open files
         ): self.f,self._ledger,self._i,self._read,self._opens = f,ledger,i,read,None
     __class__ = property(lambda self: type(self.f))
+    def __reduce__(self): return Timed,(self.f, self._ledger, self._i, self._read)
 
     def __getattr__(self, k):
         if k in ('f', '_ledger'): raise AttributeError(k)
@@ -113,23 +115,27 @@ def _plan(dl):
     return names + [*own, ('collate', 'collate'), ('all', 'all')],plan
 
 # %% ../../nbs/measure/11_stations.ipynb #56022dab
-def _timed_batches(ledger, make):
-    def create_batches(self, samps):
-        it,end = iter(make(samps)),object()
+class _TimedBatches:
+    "A loader's `create_batches` with its time; `new` of a loader takes along what is no method, so it says it is one"
+    __class__ = property(lambda self: MethodType)
+    def __init__(self, make, ledger): self.make,self.ledger = make,ledger
+    def __reduce__(self): return type(self),(self.make, self.ledger)  # into a process that was not forked
+    def __call__(self, samps):
+        it,end = iter(self.make(samps)),object()
         while True:
             start = perf_counter()
             b = next(it, end)
             if b is end: return
-            ledger.add(len(ledger.names)-1, perf_counter() - start)
+            self.ledger.add(len(self.ledger.names)-1, perf_counter() - start)
             yield b
-    return create_batches
 
-def _timed_collate(ledger, make):
-    def create_batch(self, b):
+class _TimedCollate(_TimedBatches):
+    def __call__(self, b):
         start = perf_counter()
-        try: return make(b)
-        finally: ledger.add(len(ledger.names)-2, perf_counter() - start)
-    return create_batch
+        try: return self.make(b)
+        finally: self.ledger.add(len(self.ledger.names)-2, perf_counter() - start)
+
+def _add_own(ledger, first, i, seconds): ledger.add(first + i, seconds)
 
 # %% ../../nbs/measure/11_stations.ipynb #93a8a44c
 @contextmanager
@@ -147,9 +153,9 @@ def timed_stations(dl, # A fastai `DataLoader`
         new.fs = type(p.fs)(Timed(f, ledger, first+i, read) for i,f in enumerate(fs))
         put(owner, attr, new)
     own = getattr(dl, 'stations', ())
-    if own: put(dl, 'told', lambda i, seconds: ledger.add(len(names) - 2 - len(own) + i, seconds))
-    put(dl, 'create_batch', MethodType(_timed_collate(ledger, dl.create_batch), dl))
-    put(dl, 'create_batches', MethodType(_timed_batches(ledger, dl.create_batches), dl))
+    if own: put(dl, 'told', partial(_add_own, ledger, len(names) - 2 - len(own)))
+    put(dl, 'create_batch', _TimedCollate(dl.create_batch, ledger))
+    put(dl, 'create_batches', _TimedBatches(dl.create_batches, ledger))
     try: yield ledger
     finally:
         for owner,attr,was in reversed(undo):
