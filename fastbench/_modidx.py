@@ -5438,6 +5438,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'fastbench/train/batch_size.py'),
                                             'fastbench.train.batch_size._whole': ( 'train/batch_size.html#_whole',
                                                                                    'fastbench/train/batch_size.py'),
+                                            'fastbench.train.batch_size.collect': ( 'train/batch_size.html#collect',
+                                                                                    'fastbench/train/batch_size.py'),
                                             'fastbench.train.batch_size.free': ( 'train/batch_size.html#free',
                                                                                  'fastbench/train/batch_size.py'),
                                             'fastbench.train.batch_size.is_oom': ( 'train/batch_size.html#is_oom',

@@ -1,8 +1,11 @@
 "find_batch_size: exact where the limit is known, within a memory limit, and nothing is touched."
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper, SGD
 from torch import nn
 
-from fastbench.train.batch_size import BatchSize, _Room, _search, is_oom, parse_memory
+from fastbench.train.batch_size import BatchSize, _Room, _search, free, is_oom, only_new_collected, parse_memory
 from fastbench.train.rehearsal import again
 from fastbench.callback.amp import MixedPrecision
 from fastbench.callback.channelslast import ChannelsLast
@@ -60,6 +63,18 @@ def make(*cbs, n=200, bs=16, cls=BenchLearner, model=None, width=8, **kwargs):
     learn.logger = lambda *_: None
     learn.remove_cb(learn.progress)
     return learn
+
+
+@pytest.mark.parametrize('collects', [lambda: free(torch.device('cpu')), lambda: only_new_collected().__enter__()])
+def test_the_stop_button_is_heard_while_garbage_is_collected(collects):
+    "`Exception ignored in: <function WeakValueDictionary...>`, and the search went on: most of it is collecting"
+    class Node: pass
+    node = Node()
+    node.me, gone = node, []
+    ref = weakref.ref(node, lambda o: (os.kill(os.getpid(), signal.SIGINT), time.sleep(.01), gone.append(o)))
+    del node
+    with pytest.raises(KeyboardInterrupt): collects()
+    assert gone and ref() is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize('limit', [1, 2, 15, 16, 17, 77, 199, 200, 500])

@@ -398,6 +398,17 @@ def test_a_loop_that_is_left(folder, error):
     assert len(list(dl)) == 6
 
 
+def test_no_thread_is_left_where_ctrl_c_comes_while_they_begin(monkeypatch):
+    "As at the start of each epoch: those that had begun waited for ever"
+    start = threading.Thread.start
+    def interrupted(self):
+        start(self)
+        if self.name == 'fastbench-draw-1': raise KeyboardInterrupt
+    monkeypatch.setattr(threading.Thread, 'start', interrupted)
+    with pytest.raises(KeyboardInterrupt): list(in_threads([([], [1])], lambda made, i: None, n=3))
+    assert not threads()
+
+
 def test_fits(folder):
     class Stop(Callback):
         def __init__(self, error): self.error = error

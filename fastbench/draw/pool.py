@@ -51,7 +51,11 @@ class Threads:
         self.tasks,self.over,self.at = SimpleQueue(),False,[None]*n # at: [item, since] of each thread
         self.threads = [threading.Thread(target=self._run, args=(i,), daemon=True, name=f'fastbench-draw-{i}')
                         for i in range(n)]
-        for o in self.threads: o.start()
+        try:
+            for o in self.threads: o.start()
+        except BaseException: # Ctrl-C: nobody has them yet, and they would wait for ever
+            self.close()
+            raise
 
     def _run(self, i):
         while (task := self.tasks.get()) is not None:
@@ -70,7 +74,8 @@ class Threads:
         self.over = True
         for _ in self.threads: self.tasks.put(None)
         until = monotonic() + wait
-        for o in self.threads: o.join(max(0, until - monotonic()))
+        for o in self.threads:
+            if o.ident: o.join(max(0, until - monotonic()))
 
     def longest(self): # (thread's number, item, seconds), or None
         "Return the thread that has been at an item for longest"
