@@ -512,6 +512,22 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_before(tmp_path, monkeypatch
     assert lines and all(o.endswith('the checkpoint before it is whole') for o in lines)
 
 
+def test_ctrl_c_while_a_checkpoint_is_written_is_no_error_of_torch(tmp_path, monkeypatch):
+    "Its writer failed to end the file, and said `unexpected pos 64 vs 0`; the checkpoint before is still whole"
+    from fastai.test_utils import synth_learner
+    from fastbench.train.checkpoint import _Counted
+    learn, write, seen = synth_learner(n_trn=4, n_val=1, path=tmp_path), _Counted.write, []
+    def interrupted(self, b):
+        seen.append(len(b))
+        if any((tmp_path/'kept').glob('checkpoint-*')) and self.bytes: raise KeyboardInterrupt
+        return write(self, b)
+    monkeypatch.setattr(_Counted, 'write', interrupted)
+    with learn.no_bar(), learn.no_logging(), pytest.raises(KeyboardInterrupt) as e:
+        learn.fit(1, cbs=CheckpointEvery(steps=1, folder=tmp_path/'kept'))
+    assert len(seen) > 4 and e.value.__suppress_context__
+    assert [o.name for o in checkpoints(tmp_path/'kept')] == ['checkpoint-000001'] and read_state(checkpoints(tmp_path/'kept')[0])
+
+
 def test_a_full_disk_is_told_and_the_training_goes_on(whole, tmp_path):
     import resource
     def go(path):
