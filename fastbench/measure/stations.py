@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from os import PathLike
 from threading import Lock
 from time import perf_counter
-from types import MethodType
 
 import torch
 from fastcore.basics import patch
@@ -71,6 +70,7 @@ class Timed:
         ): self.f,self._ledger,self._i,self._read,self._opens = f,ledger,i,read,None
     __class__ = property(lambda self: type(self.f))
 
+    def __reduce__(self): return Timed,(self.f, self._ledger, self._i, self._read) # by its own class
     def __getattr__(self, k):
         if k in ('f', '_ledger'): raise AttributeError(k)
         return getattr(self.f, k)
@@ -113,23 +113,26 @@ def _plan(dl):
     return names + [*own, ('collate', 'collate'), ('all', 'all')],plan
 
 # %% ../../nbs/measure/11_stations.ipynb #56022dab
-def _timed_batches(ledger, make):
+class _Clocked:
+    "Methods of a loader, timed; a worker that is not forked gets a copy"
+    def __init__(self, dl, ledger, own=0): # own: stations that the loader reports itself
+        self.batches,self.batch,self.ledger,self.own = dl.create_batches,dl.create_batch,ledger,own
+
     def create_batches(self, samps):
-        it,end = iter(make(samps)),object()
+        it,end = iter(self.batches(samps)),object()
         while True:
             start = perf_counter()
             b = next(it, end)
             if b is end: return
-            ledger.add(len(ledger.names)-1, perf_counter() - start)
+            self.told(self.own+1, perf_counter() - start)
             yield b
-    return create_batches
 
-def _timed_collate(ledger, make):
     def create_batch(self, b):
         start = perf_counter()
-        try: return make(b)
-        finally: ledger.add(len(ledger.names)-2, perf_counter() - start)
-    return create_batch
+        try: return self.batch(b)
+        finally: self.told(self.own, perf_counter() - start)
+
+    def told(self, i, seconds): self.ledger.add(len(self.ledger.names) - 2 - self.own + i, seconds)
 
 # %% ../../nbs/measure/11_stations.ipynb #93a8a44c
 @contextmanager
@@ -147,9 +150,8 @@ def timed_stations(dl, # A fastai `DataLoader`
         new.fs = type(p.fs)(Timed(f, ledger, first+i, read) for i,f in enumerate(fs))
         put(owner, attr, new)
     own = getattr(dl, 'stations', ())
-    if own: put(dl, 'told', lambda i, seconds: ledger.add(len(names) - 2 - len(own) + i, seconds))
-    put(dl, 'create_batch', MethodType(_timed_collate(ledger, dl.create_batch), dl))
-    put(dl, 'create_batches', MethodType(_timed_batches(ledger, dl.create_batches), dl))
+    clocked = _Clocked(dl, ledger, len(own))
+    for o in (*['told']*bool(own), 'create_batch', 'create_batches'): put(dl, o, getattr(clocked, o))
     try: yield ledger
     finally:
         for owner,attr,was in reversed(undo):
