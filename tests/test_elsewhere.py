@@ -1,13 +1,25 @@
 "macOS and Windows by stand-ins (see elsewhere.py): never run on either"
 import multiprocessing
 
+import pytest
 import torch
+from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders, TfmdDL
 from fastai.learner import Learner
 from fastai.optimizer import SGD
 from torch import nn
 
-from elsewhere import spawn_alone
+import fastbench.bench.rank as rank
+import fastbench.measure.profiler as profiler_module
+from fastbench.bench.learner import seeded
+from fastbench.errors import UserError
+from fastbench.machine.flops import draws_kept, wait_for
+from fastbench.machine.group import join
+from fastbench.measure.clock import DeviceClock, DeviceQueue
+from fastbench.measure.phases import rows
+from fastbench.train.arriving import mark_queue
+from fastbench.train.loop import FastLoop
+from elsewhere import apple_queue, spawn_alone
 
 MPS = torch.device('mps')
 
@@ -36,4 +48,50 @@ def test_profile_with_processes_that_are_begun_anew(monkeypatch):
     assert stations['batches'] == 8 and {r['station']: r['calls'] for r in stations['rows']}['collate'] >= 8
 
 
-# macOS
+# Apple's GPU
+
+@pytest.mark.parametrize('kind', [Learner, FastLoop])
+def test_the_clock_of_an_apple_gpu(monkeypatch, kind):
+    with apple_queue(monkeypatch) as gpu:
+        monkeypatch.setattr(profiler_module, '_device_clock', lambda device, hold: DeviceClock(DeviceQueue(MPS), hold))
+        learn, waits = learner(kind, n=20*4).profile(), []
+        class Count(Callback):
+            def after_train(self): waits.append(gpu.waits)
+        learn.add_cb(Count())
+        fit(learn)
+    got = {(r['phase'], r['action']): r for r in rows(learn.profiler.profile)}
+    assert got['train', 'step']['calls'] == 20 and 0 < got['train', 'forward']['device_mean'] <= got['train', 'step']['device_mean']
+    assert waits == [0] and gpu.waits
+
+
+def test_events_of_an_apple_gpu(monkeypatch):
+    with apple_queue(monkeypatch) as gpu:
+        a, b = (mark_queue(MPS, enable_timing=True) for _ in range(2))
+        b.synchronize()
+        assert gpu.waits == 1 and a.query() and a.elapsed_time(b) > 0 and a.elapsed_time(a) == 0
+        gpu.at[-2] = gpu.at[-1]
+        gpu.asked.clear()
+        assert a.elapsed_time(b) == 0
+
+
+def test_an_apple_gpu_is_waited_for_and_its_draws_are_given_back(monkeypatch):
+    with apple_queue(monkeypatch) as gpu:
+        wait_for(MPS)
+        assert gpu.waits == 1
+        states = []
+        monkeypatch.setattr(torch.mps, 'get_rng_state', lambda device='mps': 'as it was')
+        monkeypatch.setattr(torch.mps, 'set_rng_state', lambda state, device='mps': states.append(state))
+        monkeypatch.setattr(torch.mps, 'manual_seed', lambda n: None)
+        with draws_kept(MPS): pass
+        with seeded(1, MPS): pass
+        assert states == ['as it was']*2
+
+
+def test_several_processes_refuse_an_apple_gpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: True)
+    for k, v in dict(WORLD_SIZE='2', RANK='0', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500').items(): monkeypatch.setenv(k, v)
+    assert rank._device(None) == 'mps' and rank._device('cpu') == 'cpu'
+    with pytest.raises(UserError, match='cannot share Apple.*--device cpu'): join(rank._device(None))
+
+
+# Windows

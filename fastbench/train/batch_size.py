@@ -26,6 +26,7 @@ from fasttransform import Pipeline
 from ..measure.clock import indexed
 from ..measure.loader import is_plain
 from ..machine.environment import memory_limit
+from ..machine.flops import wait_for
 from .loop import FastLoop
 from ..machine.memory import PeakMemory
 from ..errors import UserError
@@ -239,7 +240,7 @@ class _Same:
 class _Times(Callback):
     def before_fit(self): self.at = []
     def after_batch(self):
-        if (p := next(self.model.parameters())).is_cuda: torch.cuda.synchronize(p.device)
+        wait_for(next(self.model.parameters()).device)
         self.at.append(perf_counter())
     def before_batch(self):
         if len(self.at) == self.n_iter: raise CancelFitException
