@@ -1,6 +1,10 @@
 "macOS and Windows by stand-ins (see elsewhere.py): never run on either"
 import multiprocessing
+import os
+from types import SimpleNamespace
 
+import numpy as np
+import psutil
 import pytest
 import torch
 from fastai.callback.core import Callback
@@ -10,8 +14,11 @@ from fastai.optimizer import SGD
 from torch import nn
 
 import fastbench.bench.rank as rank
+import fastbench.draw.build as build
+import fastbench.machine.noise as noise
 import fastbench.measure.profiler as profiler_module
 from fastbench.bench.learner import seeded
+from fastbench.draw.fast import fast_images
 from fastbench.errors import UserError
 from fastbench.machine.flops import draws_kept, wait_for
 from fastbench.machine.group import join
@@ -19,7 +26,7 @@ from fastbench.measure.clock import DeviceClock, DeviceQueue
 from fastbench.measure.phases import rows
 from fastbench.train.arriving import mark_queue
 from fastbench.train.loop import FastLoop
-from elsewhere import apple_queue, spawn_alone
+from elsewhere import apple_queue, having, spawn_alone
 
 MPS = torch.device('mps')
 
@@ -94,4 +101,39 @@ def test_several_processes_refuse_an_apple_gpu(monkeypatch):
     with pytest.raises(UserError, match='cannot share Apple.*--device cpu'): join(rank._device(None))
 
 
-# Windows
+# macOS
+
+def test_a_cache_is_built_without_forks_on_macos(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, 'sys', having(build.sys, platform='darwin'))
+    monkeypatch.setattr(build, '_in_processes', lambda *args: pytest.fail('forked'))
+    assert build.build(tmp_path/'cache', build.Items(lambda i: (torch.tensor(i),), 10), workers=2, per_part=4)
+    assert len(build.Store(tmp_path/'cache', build.read_about(tmp_path/'cache'))) == 10
+
+
+def test_processes_that_fastai_does_not_make_are_refused(monkeypatch, tmp_path):
+    import fastai.data.load as load
+    from fastai.vision.augment import Resize
+    from fastai.vision.data import ImageDataLoaders
+    from PIL import Image
+    for i in range(8):
+        (to := tmp_path/'ab'[i % 2]/f'{i}.png').parent.mkdir(exist_ok=True)
+        Image.fromarray(np.full((8, 8, 3), i, 'u1')).save(to)
+    dls = ImageDataLoaders.from_folder(tmp_path, valid_pct=.5, bs=2, num_workers=0, device='cpu', item_tfms=Resize(8))
+    monkeypatch.setattr(load, 'sys', having(load.sys, platform='darwin'))
+    with pytest.raises(UserError, match='processes=1: fastai makes no loader processes here'): fast_images(dls, processes=1)
+    assert len(list(fast_images(dls, threads=1).train)) == 2
+
+
+def test_noise_counts_what_psutil_leaves_out(monkeypatch):
+    "psutil's cpu_times of macOS and Windows are without finished children, its `sin` of macOS is all pages that were read"
+    gone = os.times()
+    swap = SimpleNamespace(sin=2**40, sout=7)
+    monkeypatch.setattr(psutil, 'swap_memory', lambda: swap)
+    monkeypatch.setattr(psutil.Process, 'cpu_times', lambda self: (gone.user, gone.system, 0., 0.))
+    monkeypatch.setattr(noise.os, 'times', lambda: os.times_result((1., 2., 30., 40., 0.)))
+    assert noise._cpu_seconds([psutil.Process()]) == 73 and noise.machine_state()['swapped'] == 2**40 + 7
+    monkeypatch.setattr(noise, 'sys', having(noise.sys, platform='darwin'))
+    assert noise.machine_state()['swapped'] == 7
+    monkeypatch.setattr(noise, 'os', having(os, name='nt'))
+    state = noise.machine_state()
+    assert 'cpu_own' not in state and 'others' not in noise.noise(state, state | dict(clock=state['clock']+9))
