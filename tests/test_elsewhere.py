@@ -1,6 +1,7 @@
 "macOS and Windows by stand-ins (see elsewhere.py): never run on either"
 import multiprocessing
 import os
+import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,9 @@ from fastai.learner import Learner
 from fastai.optimizer import SGD
 from torch import nn
 
+import fastbench.bench.child as child
+import fastbench.bench.launch as launch
+import fastbench.bench.processes as processes
 import fastbench.bench.rank as rank
 import fastbench.draw.build as build
 import fastbench.machine.noise as noise
@@ -137,3 +141,45 @@ def test_noise_counts_what_psutil_leaves_out(monkeypatch):
     monkeypatch.setattr(noise, 'os', having(os, name='nt'))
     state = noise.machine_state()
     assert 'cpu_own' not in state and 'others' not in noise.noise(state, state | dict(clock=state['clock']+9))
+
+
+# Windows
+
+def test_output_of_a_run_is_shown_on_windows(monkeypatch, tmp_path):
+    "A pipe has a handle there, and no descriptor that a process could print into"
+    class Started(Exception): pass
+    def start(*args): raise Started
+    monkeypatch.setattr(launch, 'os', having(os, name='nt'))
+    monkeypatch.setattr(launch, '_Output', lambda ctx: pytest.fail('a descriptor was asked for'))
+    monkeypatch.setattr(launch, '_start', start)
+    with pytest.raises(Started): launch.launch(make_learner, tmp_path)
+
+
+def make_learner(): return learner()
+
+
+def test_ctrl_c_counts_once_on_windows(monkeypatch):
+    "The console tells both processes, and the parent passes it on"
+    hears, windows = {}, having(signal, SIGBREAK=21)
+    for k in ('SIGUSR1', 'pthread_kill', 'pthread_sigmask'): delattr(windows, k)
+    windows.signal, windows.raise_signal = hears.__setitem__, lambda s: None
+    monkeypatch.setattr(child, 'signal', windows)
+    monkeypatch.setattr(child, 'os', having(os, dup2=lambda *a: None))
+    delattr(child.os, 'setsid')
+    monkeypatch.setattr(child, '_POKE', child._poke_signal())
+    monkeypatch.setattr(multiprocessing, 'set_start_method', lambda *a, **k: None)
+    stop = child.Stop()
+    child.settle(stop, SimpleNamespace(recv_bytes=lambda: b''), False, {})
+    assert hears[signal.SIGINT] == signal.SIG_IGN and hears[21] == hears[signal.SIGTERM] == stop.handle
+
+
+def test_processes_of_torchrun_on_windows(monkeypatch):
+    monkeypatch.setattr(processes, 'os', having(os, name='nt'))
+    monkeypatch.delenv('USE_LIBUV', raising=False)
+    assert processes._environment(2)['USE_LIBUV'] == '0'
+    ended = []
+    monkeypatch.setattr(processes, 'kill_tree', ended.append)
+    process = SimpleNamespace(poll=lambda: None, send_signal=lambda s: pytest.fail('torchrun alone was ended'))
+    job = SimpleNamespace(follow=lambda: None, heed=lambda: [(1, signal.SIGINT)], board=SimpleNamespace(is_over=lambda n: False), grace=1)
+    processes._follow(process, job)
+    assert ended == [process]

@@ -29,7 +29,9 @@ class Stop:
         raise KeyboardInterrupt
 
 # %% ../../nbs/bench/01_child.ipynb #35df9a51
-_POKE = getattr(signal, 'SIGUSR1', signal.SIGINT)  # with which the listening thread wakes the training thread
+def _poke_signal(): return getattr(signal, 'SIGUSR1', None) or signal.SIGBREAK # of Windows
+
+_POKE = _poke_signal()  # with which the listening thread wakes the training thread
 
 def _hear(control, main):
     "Treat each message as a request to stop, until the parent is gone"
@@ -70,6 +72,7 @@ def settle(stop:Stop, # Receives the signals
     "Prepare this process for a training"
     if hasattr(os, 'setsid'): os.setsid()
     for s in (*STOPS, _POKE): signal.signal(s, stop.handle)
+    if not hasattr(os, 'setsid'): signal.signal(signal.SIGINT, signal.SIG_IGN) # the parent passes it on
     mask('SIG_UNBLOCK')
     threading.Thread(target=_hear, args=(control, threading.main_thread().ident), daemon=True).start()
     # otherwise loader processes would be started like this one
