@@ -1,7 +1,10 @@
 "macOS and Windows by stand-ins (see elsewhere.py): never run on either"
+import io
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,9 +21,11 @@ import fastbench.bench.child as child
 import fastbench.bench.launch as launch
 import fastbench.bench.processes as processes
 import fastbench.bench.rank as rank
+import fastbench.compare.ab as ab
 import fastbench.draw.build as build
 import fastbench.machine.noise as noise
 import fastbench.measure.profiler as profiler_module
+import fastbench.train.batch_size as batch_size
 from fastbench.bench.learner import seeded
 from fastbench.draw.fast import fast_images
 from fastbench.errors import UserError
@@ -105,6 +110,14 @@ def test_several_processes_refuse_an_apple_gpu(monkeypatch):
     with pytest.raises(UserError, match='cannot share Apple.*--device cpu'): join(rank._device(None))
 
 
+def test_memory_of_an_apple_gpu(monkeypatch):
+    monkeypatch.setattr(torch.mps, 'recommended_max_memory', lambda: 1000)
+    monkeypatch.setattr(torch.mps, 'driver_allocated_memory', lambda: 600)
+    room = batch_size._Room(MPS, None, .1, 0)
+    assert room.limit == 900 and room.measure(8, lambda: .5) == .5 and room.peak == 600
+    assert batch_size._Room(MPS, 500, 0., 0).measure(8, lambda: .5) is None
+
+
 # macOS
 
 def test_a_cache_is_built_without_forks_on_macos(monkeypatch, tmp_path):
@@ -183,3 +196,18 @@ def test_processes_of_torchrun_on_windows(monkeypatch):
     job = SimpleNamespace(follow=lambda: None, heed=lambda: [(1, signal.SIGINT)], board=SimpleNamespace(is_over=lambda n: False), grace=1)
     processes._follow(process, job)
     assert ended == [process]
+
+
+def test_what_the_output_cannot_show_does_not_end_a_training(monkeypatch):
+    "Output that goes into a file or a pipe has the system's code page there"
+    out = io.TextIOWrapper(io.BytesIO(), encoding='cp1252')
+    monkeypatch.setattr('sys.stdout', out)
+    child.quiet_process(False)
+    print('snow \u2603', flush=True)
+    assert out.buffer.getvalue().strip() == b'snow ?'
+
+
+def test_another_python_may_print_in_another_code_page():
+    code = "import sys; sys.stderr.buffer.write(b'caf\\xe9 \\x81')"
+    process = subprocess.Popen([sys.executable, '-c', code], **ab._captured)
+    assert process.communicate()[1].startswith('caf')

@@ -54,8 +54,10 @@ def set_variable(name:str, # Name of the variable
 # %% ../../nbs/bench/01_child.ipynb #fac18c3b
 def quiet_process(offline:bool # Never open a connection
     ):
-    "Hide warnings for developers, and prevent connections if `offline`"
+    "Hide warnings for developers, replace signs that the output cannot show, and prevent connections if `offline`"
     import warnings
+    for o in (sys.stdout, sys.stderr):
+        if hasattr(o, 'reconfigure'): o.reconfigure(errors='replace')
     for o in (FutureWarning, DeprecationWarning): warnings.simplefilter('ignore', o)
     if offline:
         os.environ['HF_HUB_OFFLINE'] = '1'
