@@ -29,7 +29,9 @@ class Stop:
         raise KeyboardInterrupt
 
 # %% ../../nbs/bench/01_child.ipynb #35df9a51
-_POKE = getattr(signal, 'SIGUSR1', signal.SIGINT)  # with which the listening thread wakes the training thread
+def _poke_signal(): return getattr(signal, 'SIGUSR1', None) or signal.SIGBREAK # of Windows
+
+_POKE = _poke_signal()  # with which the listening thread wakes the training thread
 
 def _hear(control, main):
     "Treat each message as a request to stop, until the parent is gone"
@@ -52,8 +54,10 @@ def set_variable(name:str, # Name of the variable
 # %% ../../nbs/bench/01_child.ipynb #fac18c3b
 def quiet_process(offline:bool # Never open a connection
     ):
-    "Hide warnings for developers, and prevent connections if `offline`"
+    "Hide warnings for developers, replace signs that the output cannot show, and prevent connections if `offline`"
     import warnings
+    for o in (sys.stdout, sys.stderr):
+        if hasattr(o, 'reconfigure'): o.reconfigure(errors='replace')
     for o in (FutureWarning, DeprecationWarning): warnings.simplefilter('ignore', o)
     if offline:
         os.environ['HF_HUB_OFFLINE'] = '1'
@@ -70,6 +74,7 @@ def settle(stop:Stop, # Receives the signals
     "Prepare this process for a training"
     if hasattr(os, 'setsid'): os.setsid()
     for s in (*STOPS, _POKE): signal.signal(s, stop.handle)
+    if not hasattr(os, 'setsid'): signal.signal(signal.SIGINT, signal.SIG_IGN) # the parent passes it on
     mask('SIG_UNBLOCK')
     threading.Thread(target=_hear, args=(control, threading.main_thread().ident), daemon=True).start()
     # otherwise loader processes would be started like this one

@@ -220,7 +220,7 @@ def launch(recipe, # A `Recipe` or its name, a function that returns a Learner o
     kind = start_method()
     ctx = multiprocessing.get_context(kind)
     (here,there),(theirs,ours) = ctx.Pipe(duplex=False),ctx.Pipe(duplex=False)
-    output = _Output(ctx) if recipe.quiet and not show_output else None
+    output = _Output(ctx) if recipe.quiet and not show_output and os.name != 'nt' else None # Windows: shown at once
     args = (there, theirs, pack(recipe), str(folder), offline, _born_with(), output and output.theirs,
             dict(options, repeat=repeat))
     process = ctx.Process(target=_child, args=args)

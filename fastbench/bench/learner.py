@@ -25,6 +25,7 @@ from ..callback.limit import FirstBatches
 from ..callback.target import TimeToAccuracy
 from ..train.muon import muon
 from ..train.optimizer import torch_opt
+from ..machine.flops import draws_kept
 from ..recipe import Recipe, get_recipe
 import fastbench.distributed.learner  # adds to_distributed
 from ..train.learner import find_device, precision_on
@@ -38,7 +39,7 @@ def seeded(seed:int, # For Python, NumPy and PyTorch
     ):
     "Seed random numbers for a block, and restore them"
     state = random.getstate(),np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == 'cuda' else []):
+    with draws_kept(device):
         set_seed(seed)
         try: yield
         finally:

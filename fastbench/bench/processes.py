@@ -47,6 +47,7 @@ def _environment(nproc, threads=None):
     "Share out the cores; with a shared store, restarts fail (7 of 17 went well)"
     more = dict(OMP_NUM_THREADS=str(threads or max(1, worker_cores()//nproc)), TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1',
                 PYTHONWARNINGS='ignore', TOKENIZERS_PARALLELISM='false')
+    if os.name == 'nt': more['USE_LIBUV'] = '0' # PyTorch is built without it there, and torchrun asks for it
     return os.environ | {k: v for k,v in more.items() if k not in os.environ}
 
 
@@ -96,6 +97,7 @@ def _follow(process, job):
         time.sleep(.1)
         job.follow()
         for n,signum in job.heed():
+            if os.name == 'nt': return kill_tree(process) # torchrun would die at once, and leave its processes behind
             if n == 1: process.send_signal(signal.SIGTERM)
             elif signum == signal.SIGINT: until = time.monotonic() + GRACE
         if job.board.is_over(job.grace): until = 0

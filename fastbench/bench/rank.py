@@ -52,6 +52,7 @@ def _device(asked):
     "The device that was asked for; of a GPU without a number, this process's own"
     import torch
     from fastbench.machine.group import own_gpu
+    if asked is None and torch.backends.mps.is_available(): return 'mps' # as fastai would
     if asked not in (None, 'cuda') or not torch.cuda.is_available(): return asked
     return str(own_gpu(torch.device('cuda')))
 

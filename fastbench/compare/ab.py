@@ -119,7 +119,7 @@ def _path_in(out):
     except (ValueError, LookupError, TypeError): return None
 
 # %% ../../nbs/compare/06_ab.ipynb #12f5375b
-_captured = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+_captured = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors='replace', start_new_session=True)
 
 def launch_with(python, # As in `interpreter`
                 recipe, # A `Recipe`

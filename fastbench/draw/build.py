@@ -91,6 +91,8 @@ def written(folder, # Of the parts
     except Exception: return None  # whatever is wrong with the file, it is made anew
 
 # %% ../../nbs/draw/23_build.ipynb #d8e6282d
+def _can_fork(): return hasattr(os, 'fork') and sys.platform != 'darwin'
+
 _job = None # What forked processes work on
 
 def _one(k):
@@ -219,7 +221,7 @@ def build(folder, # Of the cache
 # %% ../../nbs/draw/23_build.ipynb #fefee0f9
 def _write_all(said, todo, items, building, store, per_part, workers, tell):
     workers = worker_cores() if workers is None else workers
-    if not hasattr(os, 'fork'): workers = 0
+    if not _can_fork(): workers = 0
     with _bar('preparing items', items.n) as bar:
         for k,o in write_parts(items, todo, building, store, per_part, workers):
             said[k] = o

@@ -66,6 +66,9 @@ def _fast_loader(dl, which, prefetch, processes, **kwargs):
     ahead = getattr(dl, 'prefetch', 2) if prefetch is None else prefetch
     cls = WatchedPoolDL if processes else PoolDL
     res = dl.new(cls=cls, num_workers=processes, timeout=0, pin_memory=False, n=dl.n, prefetch=ahead, **kwargs)
+    if res.fake_l.num_workers != processes:
+        raise UserError(f'processes={processes}: fastai makes no loader processes here (on macOS, and in notebooks on '
+                        'Windows). Leave processes out: threads need none')
     res.rng.setstate(dl.rng.getstate())
     return res
 

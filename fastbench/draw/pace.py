@@ -15,15 +15,14 @@ from os import PathLike
 from time import perf_counter, process_time
 
 import psutil
-import torch
 from fastai.callback.core import Callback, CancelFitException
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastai.torch_core import to_device
-from fastcore.basics import noop
 from fasttransform import Pipeline
 
 from .describe import _files, _is_table
+from ..machine.flops import wait_for
 from ..measure.loader import is_plain
 from ..train.loop import FastLoop
 from ..train.rehearsal import rehearse
@@ -104,10 +103,6 @@ class _Watch(Callback):
 
 def _workers(dl): return max(1, getattr(getattr(dl, 'fake_l', None), 'num_workers', 1))
 
-def _wait_for(device):
-    "What waits until a device is done"
-    return partial(torch.cuda.synchronize, device) if device.type == 'cuda' else noop
-
 def step_pace(learn:Learner, # Whose steps
               train, # The loader to take them with: any iterable of batches with a length
               seconds:float, # Measure so long
@@ -118,7 +113,7 @@ def step_pace(learn:Learner, # Whose steps
     dls = DataLoaders(train, Repeated(None, n=0), device=getattr(learn.dls, 'device', None))
     while res is None or res.seconds*res.n < seconds and perf_counter() - began < 3*seconds:
         left = seconds - (res.seconds*res.n if res else 0)
-        tick = Metronome(left, skip, ready=_wait_for(device), group=_workers(train))
+        tick = Metronome(left, skip, ready=partial(wait_for, device), group=_workers(train))
         rehearse(learn, dls, _Watch(tick))
         if (p := tick.pace()) is None: break
         res = res + p if res else p

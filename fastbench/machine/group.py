@@ -99,6 +99,8 @@ def own_gpu(device:torch.device # Where the training was to be; without a number
     return torch.device('cuda', 0 if alone else i)
 
 # %% ../../nbs/machine/06_group.ipynb #34eee4cf
+_one_apple = ("several processes cannot share Apple's GPU: PyTorch has no way to exchange what is on it. Train in one "
+              "process, or on the processor (--device cpu, device='cpu')")
 _beside = {} # How long processes wait for each other; the group that is made beside the default one, and for which
 
 def join(device='cpu', # Where the processes train: 'cpu', 'cuda'
@@ -115,6 +117,7 @@ def join(device='cpu', # Where the processes train: 'cpu', 'cuda'
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore(), **kw)
         return True
     _check_contract()
+    if torch.device(device).type == 'mps' and world_size() > 1: raise UserError(_one_apple)
     if cuda: torch.cuda.set_device(own_gpu(torch.device(device)))
     dist.init_process_group(backend, **kw)
     return True

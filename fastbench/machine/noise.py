@@ -21,10 +21,11 @@ def _own_processes(root=None):
     except psutil.Error: return []
 
 def _cpu_seconds(procs):
-    "Return the processor seconds that `procs` and their finished children have used"
+    "Processor seconds of `procs` and their finished children; None on Windows, which does not tell of those"
+    if os.name == 'nt': return None
     total = 0.
     for p in procs:
-        try: total += sum(p.cpu_times()[:4])
+        try: total += sum((os.times() if p.pid == os.getpid() else p.cpu_times())[:4]) # psutil lacks them on macOS
         except psutil.Error: pass
     return total
 
@@ -106,7 +107,8 @@ def machine_state(device='cpu', # 'cuda:0' and the like: look at that GPU too
         clock=time.monotonic(), logical=psutil.cpu_count(), cpu_total=sum(part.values()), cpu_steal=part['steal'],
         cpu_busy=sum(part[o] for o in 'user nice system irq softirq'.split()), cpu_own=_cpu_seconds(procs),
         load=load and load[0],
-        swapped=swap and swap.sin+swap.sout, throttled=_cgroup_throttled(), cpu_hot=int(hot) if hot else None)
+        swapped=swap and swap.sout + swap.sin*(sys.platform != 'darwin'), # there every page of a file is in `sin`
+        throttled=_cgroup_throttled(), cpu_hot=int(hot) if hot else None)
 
 # %% ../../nbs/machine/04_noise.ipynb #502b7eea
 def noise(before, # `machine_state()` before the run

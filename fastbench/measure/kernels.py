@@ -15,6 +15,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ..compat import profiler_is_on
+from ..machine.flops import wait_for
 from .stopwatch import DRAW
 from .table import Table, seconds
 
@@ -97,8 +98,7 @@ class Kernels:
         elif self.prof is not None and (m == DRAW and self.seen > self.wait + self.steps): self._stop(watch)
 
     def _sync(self):
-        kind = self.device.type
-        if kind != 'cpu': getattr(torch, kind).synchronize(*[self.device]*(kind != 'mps'))
+        wait_for(self.device)
 
 # %% ../../nbs/measure/08_kernels.ipynb #c91378da
 @patch

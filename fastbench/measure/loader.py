@@ -187,8 +187,8 @@ class _FirstIndex:
 # %% ../../nbs/measure/06_loader.ipynb #655c8b1c
 def _can_tell(dl):
     "Does `dl` fork its workers as fastai does?"
-    forked = multiprocessing.get_start_method(True) in (None, 'fork')
-    return isinstance(dl, DataLoader) and bool(dl.fake_l.num_workers) and forked
+    how = multiprocessing.get_start_method(True) or multiprocessing.get_all_start_methods()[0] # or the system's own
+    return isinstance(dl, DataLoader) and bool(dl.fake_l.num_workers) and how == 'fork'
 
 def first_batch(it, # Iterator over `dl`
                 dl, # The loader

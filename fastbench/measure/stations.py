@@ -8,11 +8,9 @@ __all__ = ['Ledger', 'read_file', 'Timed', 'timed_stations', 'add_up']
 # %% ../../nbs/measure/11_stations.ipynb #7e22a921
 import os
 from contextlib import contextmanager
-from functools import partial
 from os import PathLike
 from threading import Lock
 from time import perf_counter
-from types import MethodType
 
 import torch
 from fastcore.basics import patch
@@ -71,8 +69,8 @@ class Timed:
                  read:int=None, # Index of the reading station, if `f` may open files
         ): self.f,self._ledger,self._i,self._read,self._opens = f,ledger,i,read,None
     __class__ = property(lambda self: type(self.f))
-    def __reduce__(self): return Timed,(self.f, self._ledger, self._i, self._read)
 
+    def __reduce__(self): return Timed,(self.f, self._ledger, self._i, self._read) # by its own class
     def __getattr__(self, k):
         if k in ('f', '_ledger'): raise AttributeError(k)
         return getattr(self.f, k)
@@ -115,27 +113,26 @@ def _plan(dl):
     return names + [*own, ('collate', 'collate'), ('all', 'all')],plan
 
 # %% ../../nbs/measure/11_stations.ipynb #56022dab
-class _TimedBatches:
-    "A loader's `create_batches` with its time; `new` of a loader takes along what is no method, so it says it is one"
-    __class__ = property(lambda self: MethodType)
-    def __init__(self, make, ledger): self.make,self.ledger = make,ledger
-    def __reduce__(self): return type(self),(self.make, self.ledger)  # into a process that was not forked
-    def __call__(self, samps):
-        it,end = iter(self.make(samps)),object()
+class _Clocked:
+    "Methods of a loader, timed; a worker that is not forked gets a copy"
+    def __init__(self, dl, ledger, own=0): # own: stations that the loader reports itself
+        self.batches,self.batch,self.ledger,self.own = dl.create_batches,dl.create_batch,ledger,own
+
+    def create_batches(self, samps):
+        it,end = iter(self.batches(samps)),object()
         while True:
             start = perf_counter()
             b = next(it, end)
             if b is end: return
-            self.ledger.add(len(self.ledger.names)-1, perf_counter() - start)
+            self.told(self.own+1, perf_counter() - start)
             yield b
 
-class _TimedCollate(_TimedBatches):
-    def __call__(self, b):
+    def create_batch(self, b):
         start = perf_counter()
-        try: return self.make(b)
-        finally: self.ledger.add(len(self.ledger.names)-2, perf_counter() - start)
+        try: return self.batch(b)
+        finally: self.told(self.own, perf_counter() - start)
 
-def _add_own(ledger, first, i, seconds): ledger.add(first + i, seconds)
+    def told(self, i, seconds): self.ledger.add(len(self.ledger.names) - 2 - self.own + i, seconds)
 
 # %% ../../nbs/measure/11_stations.ipynb #93a8a44c
 @contextmanager
@@ -153,9 +150,8 @@ def timed_stations(dl, # A fastai `DataLoader`
         new.fs = type(p.fs)(Timed(f, ledger, first+i, read) for i,f in enumerate(fs))
         put(owner, attr, new)
     own = getattr(dl, 'stations', ())
-    if own: put(dl, 'told', partial(_add_own, ledger, len(names) - 2 - len(own)))
-    put(dl, 'create_batch', _TimedCollate(dl.create_batch, ledger))
-    put(dl, 'create_batches', _TimedBatches(dl.create_batches, ledger))
+    clocked = _Clocked(dl, ledger, len(own))
+    for o in (*['told']*bool(own), 'create_batch', 'create_batches'): put(dl, o, getattr(clocked, o))
     try: yield ledger
     finally:
         for owner,attr,was in reversed(undo):

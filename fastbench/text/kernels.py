@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ..compat import efficient_attention, efficient_learns_windows, flash_attention
+from ..machine.flops import draws_kept
 
 # %% ../../nbs/text/08_kernels.ipynb #31bb911b
 def kernel_for(device:str, # Kind of device: 'cuda', 'cpu', ...
@@ -142,7 +143,7 @@ def ask_kernel(device:torch.device, # Device to check
     "Check that the kernel chosen for a device and a precision is right"
     rng,n = torch.Generator().manual_seed(0),sum(bounds.n)
     q,k,v = (torch.randn(1, h, n, head_dim, generator=rng).to(device, dtype) for h in (heads, kv_heads, kv_heads))
-    kept = torch.random.fork_rng([device] if device.type == 'cuda' else [])
+    kept = draws_kept(device)
     with torch.enable_grad(), torch.autocast(device.type, enabled=False), kept:
         got = _answers(packed_attention, q, k, v, bounds=bounds, **how)
         plain = dict(causal=how.get('causal', False), window=how.get('window'), scale=how.get('scale'))

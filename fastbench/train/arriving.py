@@ -9,14 +9,15 @@ __all__ = ['mark_queue', 'Arriving']
 import torch
 from torch import Tensor
 
+from ..measure.clock import make_event
+
 # %% ../../nbs/train/02_arriving.ipynb #arrivn04
 def mark_queue(device:torch.device, # Not the host
                **kwargs # Of the event: enable_timing=True
     ): # The event
     "Put an event into the queue of a device"
-    api = getattr(torch, device.type)
-    res = api.Event(**kwargs)
-    res.record(*([api.current_stream(device)] if hasattr(api, 'current_stream') else []))
+    res = make_event(device, **kwargs)
+    res.record(*([] if device.type == 'mps' else [getattr(torch, device.type).current_stream(device)]))
     return res
 
 # %% ../../nbs/train/02_arriving.ipynb #arrive01

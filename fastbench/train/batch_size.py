@@ -26,6 +26,7 @@ from fasttransform import Pipeline
 from ..measure.clock import indexed
 from ..measure.loader import is_plain
 from ..machine.environment import memory_limit
+from ..machine.flops import wait_for
 from .loop import FastLoop
 from ..machine.memory import PeakMemory
 from ..errors import UserError
@@ -99,6 +100,7 @@ class _Room:
 
     def _all(self):
         if self.device.type == 'cuda': return torch.cuda.get_device_properties(self.device).total_memory
+        if self.device.type == 'mps': return torch.mps.recommended_max_memory()
         return min(memory_limit() or 2**62, psutil.Process().memory_info().rss + psutil.virtual_memory().available)
 
 # %% ../../nbs/train/09_batch_size.ipynb #1c438043
@@ -136,10 +138,11 @@ def measure(self:_Room, bs, # Samples
     if is_cuda: torch.cuda.reset_peak_memory_stats(self.device)
     seconds = f()
     self.peak = torch.cuda.max_memory_reserved(self.device) if is_cuda else None
+    if self.device.type == 'mps': self.peak = torch.mps.driver_allocated_memory() # what it took since `free`, it keeps
     if peak:
         self.peak = peak.stop()['host'] - self.extra
         self.seen.append((bs, self.peak))
-    return seconds if peak is None or self.peak <= self.limit else None
+    return seconds if is_cuda or self.peak is None or self.peak <= self.limit else None
 
 # %% ../../nbs/train/09_batch_size.ipynb #6f736eb8
 def _tensors(o):
@@ -248,7 +251,7 @@ class _Same:
 class _Times(Callback):
     def before_fit(self): self.at = []
     def after_batch(self):
-        if (p := next(self.model.parameters())).is_cuda: torch.cuda.synchronize(p.device)
+        wait_for(next(self.model.parameters()).device)
         self.at.append(perf_counter())
     def before_batch(self):
         if len(self.at) == self.n_iter: raise CancelFitException

@@ -28,6 +28,7 @@ from ..callback.cpu.onednn import OneDNNLinear
 from ..callback.cpu.smallmaps import SmallMaps
 from ..callback.ema import EMACallback
 from ..errors import UserError
+from ..machine.flops import draws_kept
 from .learner import BenchLearner
 
 # %% ../../nbs/train/08_rehearsal.ipynb #1fd298c3
@@ -36,7 +37,7 @@ def rng_kept(device:torch.device # Its generator, too, where it is a GPU
     ):
     "Restore the state of random numbers after the block"
     state = random.getstate(),np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == 'cuda' else []):
+    with draws_kept(device):
         try: yield
         finally:
             random.setstate(state[0])
