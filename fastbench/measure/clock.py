@@ -239,6 +239,7 @@ def drain(self:DeviceClock, wait:bool=False # Wait for the device: only after a 
         self._read(profile, phase, row, edges, anchor)
         self.pool += [o[0] for o in edges[:-1]] + [o[0] for o in (anchor,) if o]
 
+# %% ../../nbs/measure/07_clock.ipynb #clkfinsh
 @patch
 def finish(self:DeviceClock):
     "After a fit: read all remaining steps; if the device failed, only the host's rows"
