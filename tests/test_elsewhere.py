@@ -222,3 +222,12 @@ def test_a_process_that_waits_for_others_is_not_blamed_on_windows(tmp_path):
         b.file('stack', rank_).write_text(f'Current thread 0x1 (most recent call first):\n  File "C:\\Users\\me\\{where}", line 7 in step\n')
     said = board.blame(b)
     assert said['rank'] == 1 and said['line'] == 'process 1 hung: it stood in step (own.py:7)'
+
+
+def test_output_that_is_moved_from_a_file_to_a_pipe(tmp_path):
+    "`fastbench run train.py > log`: the process of the run prints into a pipe from then on"
+    code = ("from types import SimpleNamespace as N; from fastbench.bench.child import Stop, settle; import os, time; r, w = os.pipe(); "
+            "settle(Stop(), N(recv_bytes=lambda: time.sleep(9)), False, {}, N(fileno=lambda: w)); print('snow \u2603', flush=True); os.write(2, os.read(r, 99))")
+    with open(tmp_path/'log', 'w') as f:
+        p = subprocess.run([sys.executable, '-c', code], stdout=f, stderr=subprocess.PIPE, env=dict(os.environ, PYTHONIOENCODING='cp1252'))
+    assert p.returncode == 0, p.stderr
