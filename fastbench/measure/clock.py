@@ -171,8 +171,7 @@ class DeviceClock:
                  hold:bool=True, # Pause the device a few times per fit
         ):
         self.queue,self.pool,self.step,self.closed,self.waiting = queue,[],[],None,[]
-        self.anchor = self.next_anchor = self.plan = None
-        self.every = getattr(queue, 'every', 1)
+        self.every,self.anchor,self.next_anchor,self.plan = getattr(queue, 'every', 1),None,None,None
         self.holds,self.base,self.settling = Holds() if hold and queue.can_hold else None,0.,0
 
     def __call__(self, watch, last, m):
