@@ -22,6 +22,7 @@ import fastbench.bench.launch as launch
 import fastbench.bench.processes as processes
 import fastbench.bench.rank as rank
 import fastbench.compare.ab as ab
+import fastbench.distributed.board as board
 import fastbench.draw.build as build
 import fastbench.machine.noise as noise
 import fastbench.measure.profiler as profiler_module
@@ -211,3 +212,22 @@ def test_another_python_may_print_in_another_code_page():
     code = "import sys; sys.stderr.buffer.write(b'caf\\xe9 \\x81')"
     process = subprocess.Popen([sys.executable, '-c', code], **ab._captured)
     assert process.communicate()[1].startswith('caf')
+
+
+def test_a_process_that_waits_for_others_is_not_blamed_on_windows(tmp_path):
+    "Its stack has paths with backslashes"
+    b = board.Board(tmp_path, None)
+    for rank_, where in ((0, 'distributed_c10d.py'), (1, 'own.py')):
+        board.Board(tmp_path, rank_).begin()
+        b.file('stack', rank_).write_text(f'Current thread 0x1 (most recent call first):\n  File "C:\\Users\\me\\{where}", line 7 in step\n')
+    said = board.blame(b)
+    assert said['rank'] == 1 and said['line'] == 'process 1 hung: it stood in step (own.py:7)'
+
+
+def test_output_that_is_moved_from_a_file_to_a_pipe(tmp_path):
+    "`fastbench run train.py > log`: the process of the run prints into a pipe from then on"
+    code = ("from types import SimpleNamespace as N; from fastbench.bench.child import Stop, settle; import os, time; r, w = os.pipe(); "
+            "settle(Stop(), N(recv_bytes=lambda: time.sleep(9)), False, {}, N(fileno=lambda: w)); print('snow \u2603', flush=True); os.write(2, os.read(r, 99))")
+    with open(tmp_path/'log', 'w') as f:
+        p = subprocess.run([sys.executable, '-c', code], stdout=f, stderr=subprocess.PIPE, env=dict(os.environ, PYTHONIOENCODING='cp1252'))
+    assert p.returncode == 0, p.stderr

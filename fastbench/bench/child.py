@@ -79,10 +79,10 @@ def settle(stop:Stop, # Receives the signals
     threading.Thread(target=_hear, args=(control, threading.main_thread().ident), daemon=True).start()
     # otherwise loader processes would be started like this one
     multiprocessing.set_start_method(None, force=True)
+    quiet_process(offline) # before the output goes elsewhere
     if output is not None: os.dup2(output.fileno(), 2)
     with suppress(OSError): os.dup2(2, 1)  # stdout is for the parent, whatever a library prints
     for k,v in born_with.items(): set_variable(k, v)
-    quiet_process(offline)
 
 # %% ../../nbs/bench/01_child.ipynb #2453eae2
 @contextmanager

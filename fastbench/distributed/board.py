@@ -154,7 +154,8 @@ def _end(self:Lookout, why):
 def _stands(stack):
     "Return the innermost frames of the thread that trains"
     parts = re.split(r'^(?=(?:Current thread|Thread) )', stack, flags=re.M)
-    lines = [re.sub(r'File ".*/', 'File "', o.strip()) for o in parts[-1].splitlines() if o.strip().startswith('File')]
+    own = (o.strip() for o in parts[-1].splitlines() if o.strip().startswith('File'))
+    lines = [re.sub(r'File ".*[\\/]', 'File "', o) for o in own]
     found = [re.match(r'File "(.*)", line (\d+) in (.*)', o) for o in lines[:4]]
     return ' < '.join(f'{m[3]} ({m[1]}:{m[2]})' for m in found if m)
 

@@ -9,6 +9,7 @@ __all__ = ['StuckWorker', 'where_it_stands', 'stuck', 'Threads', 'Batch', 'in_th
 import sys, threading, traceback
 from collections import deque
 from functools import partial
+from pathlib import PurePath
 from queue import SimpleQueue
 from time import monotonic
 
@@ -27,7 +28,7 @@ def where_it_stands(frame, # Of a thread: see `sys._current_frames`
     )->str:
     "The innermost lines of a stack, on one line"
     calls = traceback.extract_stack(frame)[-n:]
-    return ' > '.join(f'{o.name} ({o.filename.rsplit("/", 1)[-1]}:{o.lineno})' for o in calls)
+    return ' > '.join(f'{o.name} ({PurePath(o.filename).name}:{o.lineno})' for o in calls)
 
 def stuck(what, # The item
           seconds:float, # How long it has been at it

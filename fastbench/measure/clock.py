@@ -171,8 +171,7 @@ class DeviceClock:
                  hold:bool=True, # Pause the device a few times per fit
         ):
         self.queue,self.pool,self.step,self.closed,self.waiting = queue,[],[],None,[]
-        self.anchor = self.next_anchor = self.plan = None
-        self.every = getattr(queue, 'every', 1)
+        self.every,self.anchor,self.next_anchor,self.plan = getattr(queue, 'every', 1),None,None,None
         self.holds,self.base,self.settling = Holds() if hold and queue.can_hold else None,0.,0
 
     def __call__(self, watch, last, m):
@@ -239,6 +238,7 @@ def drain(self:DeviceClock, wait:bool=False # Wait for the device: only after a 
         self._read(profile, phase, row, edges, anchor)
         self.pool += [o[0] for o in edges[:-1]] + [o[0] for o in (anchor,) if o]
 
+# %% ../../nbs/measure/07_clock.ipynb #clkfinsh
 @patch
 def finish(self:DeviceClock):
     "After a fit: read all remaining steps; if the device failed, only the host's rows"
