@@ -871,6 +871,23 @@ def test_the_command(tmp_path, capsys):
     assert 'cleared 1' in run('clear')[1] and not kept_caches(tmp_path/'c')
 
 
+def test_a_notebook_shows_how_far_a_build_is(tmp_path, monkeypatch):
+    import builtins
+    from IPython.display import HTML
+    shown = []
+    class ZMQInteractiveShell: pass
+    class Handle:
+        def update(self, o): shown.append(o.data if isinstance(o, HTML) else str(o))
+    monkeypatch.setattr(builtins, 'get_ipython', ZMQInteractiveShell, raising=False)
+    monkeypatch.setattr('IPython.display.display', lambda o, **kwargs: shown.append(str(o)) or Handle())
+    open_store(tmp_path/'x-1', items(), workers=0, per_part=4)
+    bars = [o for o in shown if 'preparing items' in o]
+    assert '0/10' in bars[0] and '10/10' in bars[-1] and len(bars) > 2 and not shown[-1]
+    def fails(i): raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): open_store(tmp_path/'x-2', Items(fails, 3), workers=0)
+    assert not shown[-1]
+
+
 def test_a_cache_that_is_built_while_one_lists_and_clears(tmp_path, monkeypatch):
     from fastbench.draw import kept as kept_room
     open_store(tmp_path/'x-1', items(), workers=0)

@@ -8,12 +8,14 @@ __all__ = ['NoSpace', 'Items', 'write_part', 'written', 'write_parts', 'check_sp
 # %% ../../nbs/draw/23_build.ipynb #6cd7619b
 import json, multiprocessing, os, shutil, sys, threading, time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
+from fastcore.basics import noop
+from fastcore.imports import ipython_shell
 
 from .kept import FORMAT, lock_of, read_about
 from .store import Field, PARTS, PartWriter, Store, as_bytes, checksum, part_name
@@ -134,15 +136,30 @@ def write_parts(items:Items, # All of them
 
 # %% ../../nbs/draw/23_build.ipynb #b4a7ed1c
 @contextmanager
-def _bar(title, total):
-    if not sys.stderr.isatty():
-        yield lambda done: None
-        return
+def _terminal_bar(title, total):
     from rich.console import Console
     from rich.progress import Progress
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.update(task, completed=done)
+
+# %% ../../nbs/draw/23_build.ipynb #b4a7ed1d
+@contextmanager
+def _notebook_bar(title, total):
+    from fastprogress.fastprogress import NBProgressBar
+    bar = NBProgressBar(range(total), leave=False, comment=title)
+    bar.update(0)
+    try: yield bar.update
+    finally: bar.on_iter_end()
+
+# %% ../../nbs/draw/23_build.ipynb #b4a7ed1e
+def _in_kernel():
+    "Does this run in a notebook that somebody looks at?"
+    return any(o.__name__ == 'ZMQInteractiveShell' for o in type(ipython_shell()).__mro__)
+
+def _bar(title, total):
+    if sys.stderr.isatty(): return _terminal_bar(title, total)
+    return _notebook_bar(title, total) if _in_kernel() else nullcontext(noop)
 
 # %% ../../nbs/draw/23_build.ipynb #54db88d8
 def _gb(n): return f'{n/1e9:.1f} GB' if n >= 1e8 else f'{n/1e6:.1f} MB'
@@ -197,7 +214,7 @@ def build(folder, # Of the cache
           workers=None, # Processes; None: as many as there are cores
           per_part=256, # Items in a part
           about={}, # What else `cache.json` is to say
-          tell=None, # Called with the items done so far and in all; None: a bar on a terminal
+          tell=None, # Called with the items done so far and in all; None: a bar
     )->bool: # Was it built now?
     "Build a cache, or continue an interrupted build"
     if read_about(folder): return False  # whole: it is used where nothing can be written, too

@@ -280,7 +280,7 @@ def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set
            check=True, # Compare checksums before a cache is used
            channels_last=False, # Training batches of `whole` in channels-last memory, which is faster still
            threads=None, # That cut batches of `whole` while others train; None: none, on a GPU one
-           tell=None, # Called with the items prepared so far and in all; None: a bar on a terminal
+           tell=None, # Called with the items prepared so far and in all; None: a bar
     ): # The same: `DataLoaders`, a loader or a data set
     "Do everything that is not random once, and read it from disk from then on"
     if isinstance(dls, Learner): raise UserError('cached takes loaders; for a Learner: learn.dls = cached(learn.dls)')
