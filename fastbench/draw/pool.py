@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from time import monotonic
 
 import torch
-from fastcore.basics import noop
+from fastcore.basics import noop, patch
 from torch.utils.data import get_worker_info
 
 from ..errors import UserError
@@ -78,17 +78,20 @@ class Threads:
         for o in self.threads:
             if o.ident: o.join(max(0, until - monotonic()))
 
-    def longest(self): # (thread's number, item, seconds), or None
-        "Return the thread that has been at an item for longest"
-        now = monotonic()
-        for i,o in enumerate(list(self.at)):
-            if o and _cleans_up(self.stack(i)): o[1] = now
-        at = [(now-o[1], i, o[0]) for i,o in enumerate(list(self.at)) if o is not None]
-        return max(at, default=None, key=lambda o: o[0])
+# %% ../../nbs/draw/04_pool.ipynb #3dbf1c0d
+@patch
+def longest(self:Threads): # (thread's number, item, seconds), or None
+    "Return the thread that has been at an item for longest"
+    now = monotonic()
+    for i,o in enumerate(list(self.at)):
+        if o and _cleans_up(self.stack(i)): o[1] = now
+    at = [(now-o[1], i, o[0]) for i,o in enumerate(list(self.at)) if o is not None]
+    return max(at, default=None, key=lambda o: o[0])
 
-    def stack(self, i): # Frame, or None: the thread is gone
-        "Return where a thread is"
-        return sys._current_frames().get(self.threads[i].ident)
+@patch
+def stack(self:Threads, i): # Frame, or None: the thread is gone
+    "Return where a thread is"
+    return sys._current_frames().get(self.threads[i].ident)
 
 # %% ../../nbs/draw/04_pool.ipynb #627b6aa5
 class Batch:

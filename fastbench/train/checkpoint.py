@@ -98,7 +98,7 @@ def write_tensors(path, # Of the file
     def put(file):
         counted = _Counted(file)
         try: torch.save(state, counted)
-        except RuntimeError as e: # of torch's writer, which cannot end a file in the middle of which something was raised
+        except RuntimeError as e: # torch's writer cannot end its file where something was raised in the middle
             if isinstance(e.__context__, KeyboardInterrupt): raise e.__context__ from None
             if counted.error: raise counted.error from None
             raise
