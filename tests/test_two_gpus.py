@@ -155,7 +155,7 @@ def test_the_largest_batch_waits_for_the_gpu_that_trains(gpu):
     learn = digits('cuda:1')
     gpu.forget()
     learn.find_batch_size(start=8, max=16)
-    assert {str(o.device) for o in gpu.waits if 'after_batch' in o.place} == {'cuda:1'}
+    assert {str(o.device) for o in gpu.waits if 'wait_for' in o.place} == {'cuda:1'}
 
 
 # A checkpoint
