@@ -30,7 +30,7 @@ import fastbench.train.batch_size as batch_size
 from fastbench.bench.learner import seeded
 from fastbench.draw.fast import fast_images
 from fastbench.errors import UserError
-from fastbench.machine.flops import draws_kept, wait_for
+from fastbench.machine.device import draws_kept, wait_for
 from fastbench.machine.group import join
 from fastbench.measure.clock import DeviceClock, DeviceQueue
 from fastbench.measure.phases import rows

@@ -25,7 +25,7 @@ from ..callback.limit import FirstBatches
 from ..callback.target import TimeToAccuracy
 from ..train.muon import muon
 from ..train.optimizer import torch_opt
-from ..machine.flops import draws_kept
+from ..machine.device import draws_kept
 from ..recipe import Recipe, get_recipe
 import fastbench.distributed.learner  # adds to_distributed
 from ..train.learner import find_device, precision_on

@@ -22,7 +22,7 @@ from fastai.torch_core import to_device
 from fasttransform import Pipeline
 
 from .describe import _files, _is_table
-from ..machine.flops import wait_for
+from ..machine.device import wait_for
 from ..measure.loader import is_plain
 from ..train.loop import FastLoop
 from ..train.rehearsal import rehearse

@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ..compat import profiler_is_on
-from ..machine.flops import wait_for
+from ..machine.device import wait_for
 from .stopwatch import DRAW
 from .table import Table, seconds
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ..compat import efficient_attention, efficient_learns_windows, flash_attention
-from ..machine.flops import draws_kept
+from ..machine.device import draws_kept
 
 # %% ../../nbs/text/08_kernels.ipynb #31bb911b
 def kernel_for(device:str, # Kind of device: 'cuda', 'cpu', ...

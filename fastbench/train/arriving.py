@@ -9,7 +9,7 @@ __all__ = ['mark_queue', 'Arriving']
 import torch
 from torch import Tensor
 
-from ..measure.clock import make_event
+from ..machine.device import make_event
 
 # %% ../../nbs/train/02_arriving.ipynb #arrivn04
 def mark_queue(device:torch.device, # Not the host

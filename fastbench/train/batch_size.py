@@ -26,7 +26,7 @@ from fasttransform import Pipeline
 from ..measure.clock import indexed
 from ..measure.loader import is_plain
 from ..machine.environment import memory_limit
-from ..machine.flops import wait_for
+from ..machine.device import wait_for
 from .loop import FastLoop
 from ..machine.memory import PeakMemory
 from ..errors import UserError

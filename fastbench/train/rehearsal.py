@@ -28,7 +28,7 @@ from ..callback.cpu.onednn import OneDNNLinear
 from ..callback.cpu.smallmaps import SmallMaps
 from ..callback.ema import EMACallback
 from ..errors import UserError
-from ..machine.flops import draws_kept
+from ..machine.device import draws_kept
 from .learner import BenchLearner
 
 # %% ../../nbs/train/08_rehearsal.ipynb #1fd298c3
