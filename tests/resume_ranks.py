@@ -143,7 +143,7 @@ def forked(folder, world, f, *args, **kwargs):
             pids.append(pid)
             continue
         try:
-            faulthandler.dump_traceback_later(90, exit=True)
+            faulthandler.dump_traceback_later(300, exit=True)
             if world > 1: torch.distributed.init_process_group('gloo', store=torch.distributed.FileStore(store), rank=i, world_size=world)
             out.write_text(json.dumps(said(lambda: f(*args, **kwargs))))
         except BaseException: traceback.print_exc()

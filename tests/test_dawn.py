@@ -288,7 +288,7 @@ def test_each_group_has_its_peak(opt_func):
 @pytest.mark.parametrize('shape,said', [((4, 2), ['muon: no filter of a convolution ']), ((4, 2, 3, 3), [])])
 def test_muon_without_a_filter_says_so(shape, said, recwarn):
     muon([nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(4))])
-    assert [str(o.message)[:33] for o in recwarn] == said
+    assert [str(o.message)[:33] for o in recwarn if o.category is UserWarning] == said  # others may come with the garbage of earlier tests
 
 
 def test_mirrored_prediction_leaves_the_batch_as_it_was():

@@ -267,6 +267,12 @@ def test_when_a_wish_is_an_interrupt(phase, asked, raises):
 PARENT = '''import sys
 from fastbench.bench.launch import launch, CannotStart, Interrupted
 from fastbench.recipe import get_recipe
+from multiprocessing import forkserver
+def connect(*args, of=forkserver.connect_to_new_process):
+    res = of(*args)
+    print('connected', file=sys.stderr, flush=True)
+    return res
+forkserver.connect_to_new_process = connect
 r = get_recipe('digits-xresnet18', epochs=10_000, workers=0, bs=32, size=8, sample=.2)
 try: launch(r, sys.argv[1], lambda o: print(o['phase'], o.get('pid', ''), flush=True), device='cpu')
 except CannotStart as e: sys.exit(f'line: {e}')
@@ -314,6 +320,7 @@ def test_before_torch_is_imported(tmp_path, who, signum, said):
     below = family(p)
     deaf = int(next(o.split()[1] for o in open(f'/proc/{s.pid}/status') if o.startswith('SigBlk')), 16)
     assert all(deaf >> (o-1) & 1 for o in (signal.SIGINT, signal.SIGTERM))  # born deaf to them: no traceback whenever they come
+    if who == 'server': assert 'connected\n' in p.stderr  # before that, Python itself starts another one
     if who == 'group': os.killpg(p.pid, signum)
     else: os.kill(s.pid if who == 'server' else p.pid, signum)
     out,err = p.communicate(timeout=LIMIT)
@@ -328,11 +335,17 @@ def test_the_fork_server_may_die_between_runs(tmp_path):
     if not pid: pytest.skip('no fork server here')
     os.kill(pid, signal.SIGKILL)
     assert gone(pid)
-    t = threading.Timer(.5, os.kill, (os.getpid(), signal.SIGINT))
+    over, before = threading.Event(), signal.getsignal(signal.SIGINT)
+    def ask():
+        while signal.getsignal(signal.SIGINT) is before and not over.wait(.01): pass  # earlier, the signal would end all tests
+        if not over.wait(.5): os.kill(os.getpid(), signal.SIGINT)
+    t = threading.Thread(target=ask)
     with pytest.raises((Interrupted, CannotStart)):
         t.start()
         try: launch(SMALL, tmp_path, device='cpu')
-        finally: t.cancel()  # or the signal would end a later test
+        finally:
+            over.set()  # or the signal would end a later test
+            t.join()
     assert not forkserver._forkserver._forkserver_pid or gone(forkserver._forkserver._forkserver_pid)
 
 

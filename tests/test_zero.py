@@ -1,7 +1,6 @@
 "Two processes, and four, train with each stage of ZeRO (gloo, CPU): equal to one process, files and predictions whole, decided together, the rest refused in a line"
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from fastbench.bench import processes
 from fastbench.errors import UserError
 from fastbench.recipe import get_recipe
 from fastbench.runs.store import load
-from started import outcome
+from started import kept_port, outcome
 from test_resume_ranks import apart
 
 HERE = Path(__file__).parent
@@ -31,11 +30,8 @@ def started(tmp_path_factory):
     "What both processes wrote down"
     pytest.importorskip('deepspeed', reason="pip install 'fastbench[deepspeed]'")
     folder = tmp_path_factory.mktemp('zero')
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
     env = {k: v for k, v in os.environ.items() if k not in ('WORLD_SIZE', 'RANK', 'LOCAL_RANK')} | dict(OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent)]))
-    code, said = outcome(HERE/'zero_ranks.py', folder, port, env=env)
+    with kept_port() as port: code, said = outcome(HERE/'zero_ranks.py', folder, port, env=env)
     assert not code, said[-6000:]
     return folder
 

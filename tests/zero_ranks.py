@@ -159,7 +159,7 @@ def main(folder, *given):
     told = {k: os.environ.pop(k) for k in ('WORLD_SIZE', 'RANK', 'LOCAL_RANK') if k in os.environ}
     ones = by_one_process()
     os.environ.update(told)
-    group.join(timeout=60)
+    group.join(timeout=300)
     res, learns, me = {}, {}, group.rank()
     few = group.world_size() > 2
     only = os.environ.get('ONLY', '').split() or STAGES[:3 if few else None]
