@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -25,13 +25,19 @@ def outcome(script, *words, env, seconds=500):
         return p.returncode, said.read()
 
 
+@contextmanager
+def kept_port():
+    "A free port: bound while this lasts, so that nobody else gets it; who says SO_REUSEADDR, as torch does, can listen there all the same"
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind(('127.0.0.1', 0))
+        yield str(s.getsockname()[1])
+
+
 def done_by_all(script, folder, without):
     "What a script of this folder, which starts its processes itself on a free port, leaves in `folder`; `without` variables of processes"
     here = Path(__file__).parent
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
     env = {k: v for k, v in os.environ.items() if k not in without} | dict(OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(here), str(here.parent)]))
-    code, said = outcome(here/script, folder, port, env=env)
+    with kept_port() as port: code, said = outcome(here/script, folder, port, env=env)
     assert not code, said[-6000:]
     return folder
