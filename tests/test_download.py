@@ -139,7 +139,7 @@ def test_killed_downloads_are_swept_away(server, tmp_path):
     assert files(tmp_path) == ['x']
 
 
-def wait_for(f, seconds=30):
+def wait_for(f, seconds=120):
     end = time.monotonic()+seconds
     while not f():
         assert time.monotonic() < end, 'it never happened'
@@ -361,9 +361,9 @@ def test_a_lock_that_is_removed_while_one_waits_for_it_is_taken_anew(tmp_path, m
     monkeypatch.setattr(download, '_lock', lock)
     with download.locked(path):
         waiting.start()
-        assert opened.wait(30)
+        assert opened.wait(120)
         path.unlink()
-    waiting.join(30)
+    waiting.join(120)
     assert seen == [True]
 
 
