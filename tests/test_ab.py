@@ -278,7 +278,7 @@ def test_a_python_that_cannot_is_named(tmp_path, text, said):
 
 def test_a_signal_is_passed_on(tmp_path):
     exe = fake(tmp_path, "import json, os, signal, time\ndef end(*_):\n    print(json.dumps([dict(path='half.json')]), flush=True)\n    os._exit(0)\nsignal.signal(signal.SIGINT, end)\n"
-                         "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(60)")
+                         "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)")
     with pytest.raises(Interrupted) as e: launch_with(exe, R, tmp_path)
     assert e.value.path == 'half.json'
 
