@@ -1,7 +1,8 @@
 "What each of several processes does in test_distributed.py: train with every strategy beside one process, decide together, save and load, predict"
-import faulthandler, json, os, signal, sys, time, traceback, warnings
+import faulthandler, json, os, signal, sys, traceback, warnings
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from fastai.callback.core import Callback, CancelFitException
@@ -19,11 +20,13 @@ import fastbench.distributed.learner  # adds distributed
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.half import HalfPrecision
 from fastbench.callback.target import TimeToAccuracy
+from fastbench.distributed import exchange
 from fastbench.distributed.exchange import ExchangeCost
 from fastbench.distributed.memory import held_memory, strategy_memory
 from fastbench.machine.shards import own_part
 from fastbench.errors import UserError
 from fastbench.machine import group
+from fastbench.measure.stopwatch import ManualClock
 from fastbench.train.learner import BenchLearner
 from fastbench.train.muon import muon
 from fastbench.train.optimizer import fused_adamw
@@ -267,21 +270,25 @@ def refused(strategy):
 
 
 class Slow(Callback):
-    "An exchange that takes a while after the backward pass, at the call of DDP's hook"
+    "An exchange that takes 30 ms of a clock after the backward pass, at the call of DDP's hook"
     order = 50
+    def __init__(self, clock): self._clock = clock
     def before_batch(self):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
         if hasattr(self.learn.model, 'register_comm_hook') and not hasattr(self, 'on'):
             self.on = True
-            self.learn.model.register_comm_hook(None, lambda state, bucket: (time.sleep(.03), allreduce_hook(state, bucket))[1])
+            self.learn.model.register_comm_hook(None, lambda state, bucket: (self._clock.sleep(.03), allreduce_hook(state, bucket))[1])
 
 
 def exchanged(strategy):
     "What the exchange costs is measured beside the training, which goes on as if nothing had been measured"
-    res, weights = {}, []
-    for cbs in ([], [Slow(), ExchangeCost(4)]):
+    res, weights, clock, sum_over_ranks = {}, [], ManualClock(), group.sum_over_ranks
+    def summed_up(g):
+        clock.sleep(.01)
+        return sum_over_ranks(g)
+    for cbs in ([], [Slow(clock), ExchangeCost(4)]):
         learn = learner(OPTS['sgd'])
-        with learn.distributed(strategy, cpu=True, tell=lambda o: None):
+        with patch.multiple(exchange, perf_counter=clock, sum_over_ranks=summed_up), learn.distributed(strategy, cpu=True, tell=lambda o: None):
             try: fit(learn, 2, cbs=cbs)
             except UserError as e: return str(e)
         weights.append(flat(learn.model))
@@ -302,7 +309,7 @@ def main(folder, *given):
     ones = by_one_process()
     os.environ.update(told)
     if given: torch.distributed.init_process_group('gloo', store=torch.distributed.FileStore(str(Path(folder, 'store'))), rank=int(given[0]), world_size=int(given[1]))
-    else: group.join(timeout=60)
+    else: group.join(timeout=300)
     res, learns, me = {}, {}, group.rank()
     res['words'] = [group.gather(me), group.broadcast(dict(a=me)), group.sum_over_ranks([1, me]).tolist(), group.max_over_ranks(me), group.any_rank(me == 1)]
     for strategy in ('ddp', 'fsdp'):

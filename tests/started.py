@@ -27,11 +27,11 @@ def outcome(script, *words, env, seconds=500):
 
 @contextmanager
 def kept_port():
-    "A free port, kept: nobody gets it by chance, and who asks for it by its number listens there all the same"
+    "A free port: bound while this lasts, so that nobody else gets it; who says SO_REUSEADDR, as torch does, can listen there all the same"
     with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as PyTorch's store does
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(('127.0.0.1', 0))
-        yield s.getsockname()[1]
+        yield str(s.getsockname()[1])
 
 
 def done_by_all(script, folder, without):

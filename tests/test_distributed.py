@@ -157,10 +157,10 @@ def test_refusals_are_one_line_and_leave_nothing_behind(two, strategy):
 
 
 def test_what_the_exchange_costs_is_seen_beside_the_training(two):
-    "An exchange that takes at least 30 ms, two layers' worth of time after nothing that it could hide behind"
+    "An exchange of 30 ms, two layers' worth of time after nothing that it could hide behind; on a clock that it alone moves, since a busy machine takes as long"
     a, b = (r['ddp']['exchanged'] for r in two)
     assert a['apart'] == b['apart'] == 0 and a['pairs'] == b['pairs'] and len(a['pairs']) == 4 and a['sync'] is not False
-    assert .025 < a['exposed'] and .3 < a['share'] <= 1 and a['alone'] > 0 and 'of the passes' in a['said']
+    for o in (a, b): assert o['exposed'] == pytest.approx(.03) and o['share'] == pytest.approx(1) and o['alone'] == pytest.approx(.06) and 'of the passes' in o['said']
     assert all("with the strategy 'ddp'" in r['fsdp']['exchanged'] for r in two)
 
 

@@ -22,7 +22,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         if self.path != '/nolength': self.send_header('Content-Length', str(len(BODY)))
         self.end_headers()
-        if self.path == '/stall': self.wfile.write(BODY[:1000]); self.wfile.flush(); time.sleep(3); return
+        if self.path == '/stall': self.wfile.write(BODY[:1000]); self.wfile.flush(); self.server.over.wait(600); return
         try: self.wfile.write(BODY[:len(BODY)//2] if self.path in ('/half', '/nolength') else BODY)
         except OSError: pass
     def log_message(self, *args): pass
@@ -31,10 +31,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture(scope='module')
 def server():
     s = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-    s.hits,s.daemon_threads = 0,True
+    s.hits,s.daemon_threads,s.over = 0,True,threading.Event()
     threading.Thread(target=s.serve_forever, daemon=True).start()
     s.url = f'http://127.0.0.1:{s.server_port}'
     yield s
+    s.over.set()
     s.shutdown()
 
 
@@ -139,7 +140,7 @@ def test_killed_downloads_are_swept_away(server, tmp_path):
     assert files(tmp_path) == ['x']
 
 
-def wait_for(f, seconds=30):
+def wait_for(f, seconds=120):
     end = time.monotonic()+seconds
     while not f():
         assert time.monotonic() < end, 'it never happened'
@@ -276,7 +277,7 @@ def test_killed_unpacking_leaves_nothing_that_looks_complete(tmp_path):
         import time
         from pathlib import Path
         from fastbench.machine.download import build_folder
-        def fill(tmp): (tmp/'half').write_text('x'); time.sleep(60)
+        def fill(tmp): (tmp/'half').write_text('x'); time.sleep(600)
         build_folder({str(tmp_path/'set')!r}, fill)''')
     p = subprocess.Popen([sys.executable, '-c', code])
     wait_for(lambda: list(tmp_path.glob('.set.*.tmp/half')))
@@ -361,9 +362,9 @@ def test_a_lock_that_is_removed_while_one_waits_for_it_is_taken_anew(tmp_path, m
     monkeypatch.setattr(download, '_lock', lock)
     with download.locked(path):
         waiting.start()
-        assert opened.wait(30)
+        assert opened.wait(120)
         path.unlink()
-    waiting.join(30)
+    waiting.join(120)
     assert seen == [True]
 
 

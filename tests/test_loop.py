@@ -346,6 +346,7 @@ def test_no_small_tensor_outlives_its_step():
         def after_batch(self):
             if self.training and self.iter in (9, 199): counts.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
     learn = make(FastLoop, n=800)
+    gc.collect()  # else what earlier tests left may go in the middle
     with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=Count())
     assert abs(counts[1] - counts[0]) < 10, counts
     assert len(learn.recorder.losses) == 200

@@ -2,7 +2,6 @@
 import json
 import os
 import random
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from fastbench.errors import UserError
 from fastbench.text.loader import TextDL
 from fastbench.text.words import BPTTLoader
 from ranks import AFTER, FSDP
-from started import outcome
+from started import kept_port, outcome
 from test_text_data import WORDS, make_tokenizer
 
 LOADERS = ('random', 'sorted', 'budget', 'packed', 'unseeded', 'tags', 'questions')
@@ -35,13 +34,10 @@ def by_strategy(names): return [(o, 'ddp') for o in names] + [(o, 'fsdp') for o 
 def ranks(tmp_path_factory):
     folder, here = tmp_path_factory.mktemp('ranks'), Path(__file__).parent
     make_tokenizer().save_pretrained(folder)
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    env = os.environ | dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', ACCELERATE_USE_CPU='true',
+    env = os.environ | dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', ACCELERATE_USE_CPU='true',
                             PYTHONPATH=os.pathsep.join([str(here), str(here.parent)]))
-    def run(i): return outcome(here/'ranks.py', folder, env=env | dict(RANK=str(i), LOCAL_RANK=str(i)))
-    with ThreadPoolExecutor(2) as pool: ended = list(pool.map(run, range(2)))
+    def run(i): return outcome(here/'ranks.py', folder, env=env | dict(RANK=str(i), LOCAL_RANK=str(i), MASTER_PORT=port))
+    with kept_port() as port, ThreadPoolExecutor(2) as pool: ended = list(pool.map(run, range(2)))
     assert not any(code for code, _ in ended), '\n'.join(o[-6000:] for _, o in ended)
     code, said = outcome(here/'ranks.py', folder, env={k: v for k, v in env.items() if k != 'WORLD_SIZE'})
     assert not code, said[-6000:]

@@ -56,7 +56,7 @@ from test_text_data import WORDS, make_tokenizer
 
 TOKENIZER = make_tokenizer()  # once: what it learns is another each time
 pytestmark = [pytest.mark.usefixtures('one_thread'), pytest.mark.skipif(not hasattr(os, 'fork'), reason='processes are forked here')]
-LIMIT = 100  # seconds; only against hanging
+LIMIT = 300  # seconds; only against hanging
 
 
 # A training in a process of its own

@@ -200,7 +200,7 @@ def test_a_batch_that_cannot_be_handed_over_is_an_error_and_no_wait(monkeypatch)
     from fastbench.bench.loaders import keep_loaders
     monkeypatch.setattr(loads, '_wif', loads._wif)
     keep_loaders()
-    dl = loads.DataLoader(list(range(4)), bs=2, num_workers=1, timeout=30, create_batch=lambda b: lambda: b)
+    dl = loads.DataLoader(list(range(4)), bs=2, num_workers=1, timeout=300, create_batch=lambda b: lambda: b)
     with pytest.raises(Exception, match="Caught.* in a loader process(.|\n)*pickle"): list(dl)
 
 

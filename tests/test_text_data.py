@@ -1,4 +1,5 @@
 "Loaders of raw texts: every text once, whatever the order, the ranks, the workers; hostile texts; one line for what cannot be"
+import gc
 import json
 import math
 import os
@@ -71,6 +72,7 @@ def test_an_epoch_is_every_text_once(lengths, kind, bs, world, shuffle, window, 
     if shuffle and kind == 'sorted' and world == 1 and len(lengths) >= 2*bs: assert lengths[ranks[0][0]].max() == lengths.max()
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=50), st.integers(1, 9))
 def test_drop_last(lengths, bs):
     for kind in ('sorted', 'random'):
@@ -215,11 +217,13 @@ def test_a_worker_fills_the_cache_of_all(tok, texts, monkeypatch):
 
 
 def test_an_abandoned_epoch_leaves_nothing(tok, texts):
+    gc.collect()  # an epoch that an earlier test abandoned ends here
+    before = os.environ.get('TOKENIZERS_PARALLELISM')
     dl = TextDL(texts, tok, shuffle=True, num_workers=1)
     it = iter(dl)
     next(it)
     it.close()
-    assert dl.fake_l.num_workers == 1 and 'TOKENIZERS_PARALLELISM' not in os.environ
+    assert dl.fake_l.num_workers == 1 and os.environ.get('TOKENIZERS_PARALLELISM') == before
     assert flat(drawn(dl)) == ids_of(tok, texts)
 
 
