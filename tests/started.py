@@ -1,5 +1,6 @@
 "A program of a test that starts several processes: ended in any case, and where it hangs, all of them say where"
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,13 +26,19 @@ def outcome(script, *words, env, seconds=500):
         return p.returncode, said.read()
 
 
+def free_port():
+    "One that is free, and not of those that the system gives to whoever asks for any: it may be a minute until our processes meet there"
+    for port in random.SystemRandom().sample(range(21000, 32000), 100):
+        with socket.socket() as s, suppress(OSError):
+            s.bind(('', port))
+            return port
+    raise AssertionError('no port is free')
+
+
 def done_by_all(script, folder, without):
     "What a script of this folder, which starts its processes itself on a free port, leaves in `folder`; `without` variables of processes"
     here = Path(__file__).parent
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
     env = {k: v for k, v in os.environ.items() if k not in without} | dict(OMP_NUM_THREADS='1', PYTHONPATH=os.pathsep.join([str(here), str(here.parent)]))
-    code, said = outcome(here/script, folder, port, env=env)
+    code, said = outcome(here/script, folder, free_port(), env=env)
     assert not code, said[-6000:]
     return folder
