@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-PATIENCE = 120_000  # milliseconds; only against hanging
+PATIENCE = 300_000  # milliseconds; only against hanging: a busy machine needs more than Playwright's 30 s at times
 NAMES = 'chromium', 'chromium-browser', 'google-chrome'
 
 # The contrast of every visible text with what lies behind it: [text, ratio]

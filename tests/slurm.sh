@@ -43,8 +43,8 @@ JobRequeue=1
 ReturnToService=2
 KillWait=5
 MinJobAge=300
-SlurmdTimeout=30
-SlurmctldTimeout=30
+SlurmdTimeout=300
+SlurmctldTimeout=300
 InactiveLimit=0
 Waittime=0
 NodeName=n[1-$N] NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=[$((P+1))-$((P+N))] CPUs=$CPUS RealMemory=$MEM State=UNKNOWN
@@ -55,7 +55,7 @@ C
   echo "CgroupPlugin=${CG:-$c}" > "$D/cgroup.conf"
   slurmctld -c
   for i in $(seq $N); do mkdir -p "$D/spool.n$i"; slurmd -N n$i; done
-  for _ in $(seq 100); do [ "$(sinfo -h -N -p low -o %T 2>/dev/null | grep -cx idle)" = $N ] && exit 0; sleep .1; done
+  while [ $SECONDS -lt 120 ]; do [ "$(sinfo -h -N -p low -o %T 2>/dev/null | grep -cx idle)" = $N ] && exit 0; sleep .1; done
   echo "not all nodes came up" >&2; sinfo -N -l >&2; tail -3 "$D"/log/*.log >&2; exit 1;;
 stop)
   scancel --full -Q -u root 2>/dev/null || :

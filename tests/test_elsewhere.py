@@ -229,7 +229,7 @@ def test_a_process_that_waits_for_others_is_not_blamed_on_windows(tmp_path):
 def test_output_that_is_moved_from_a_file_to_a_pipe(tmp_path):
     "`fastbench run train.py > log`: the process of the run prints into a pipe from then on"
     code = ("from types import SimpleNamespace as N; from fastbench.bench.child import Stop, settle; import os, time; r, w = os.pipe(); "
-            "settle(Stop(), N(recv_bytes=lambda: time.sleep(9)), False, {}, N(fileno=lambda: w)); print('snow \u2603', flush=True); os.write(2, os.read(r, 99))")
+            "settle(Stop(), N(recv_bytes=lambda: time.sleep(900)), False, {}, N(fileno=lambda: w)); print('snow \u2603', flush=True); os.write(2, os.read(r, 99))")
     with open(tmp_path/'log', 'w') as f:
         p = subprocess.run([sys.executable, '-c', code], stdout=f, stderr=subprocess.PIPE, env=dict(os.environ, PYTHONIOENCODING='cp1252'))
     assert p.returncode == 0, p.stderr

@@ -55,7 +55,8 @@ def dls(): return vision_dls('digits', size=32, bs=16, sample=.1, device='cpu')
 
 def test_offline_means_random_marked_and_not_frozen(dls, home):
     with pytest.warns(UserWarning, match='offline') as got: learn = torchvision_learner(dls, 'resnet18', offline=True)
-    assert len(got) == 1 and '\n' not in str(got[0].message) and got[0].filename == __file__
+    ours, = (o for o in got if issubclass(o.category, UserWarning))  # there may be others, of what an earlier test has left to the collector
+    assert '\n' not in str(ours.message) and ours.filename == __file__
     assert learn.weights == 'random, asked for IMAGENET1K_V1 (offline)'
     assert all(p.requires_grad for p in learn.model.parameters())
 

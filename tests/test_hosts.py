@@ -63,11 +63,11 @@ def left():
     return [p for p in psutil.process_iter() if of_training(p)]
 
 
-def launched(tmp_path, hosts, what='', tell=None, timeout=60):
-    return load(launch_processes(get_recipe(TROUBLE, what=what), 1, tmp_path, tell, place=Hosts(hosts), device='cpu', timeout=timeout))
+def launched(tmp_path, hosts, what='', tell=None, timeout=300, epochs=1):
+    return load(launch_processes(get_recipe(TROUBLE, what=what, epochs=epochs), 1, tmp_path, tell, place=Hosts(hosts), device='cpu', timeout=timeout))
 
 
-def none_left(seconds=15):
+def none_left(seconds=120):
     end = time.monotonic() + seconds
     while left() and time.monotonic() < end: time.sleep(.2)
     return not left()
@@ -96,7 +96,7 @@ def test_an_error_on_the_second_machine_is_said_once(hosts, tmp_path):
 def test_a_cut_network_ends_both_machines(hosts, tmp_path):
     def tell(o):
         if o['phase'] == 'train' and o['step'] > 2: ip('-n', f'{SPACE}-{HOSTS[1]}', 'link', 'set', 'eth0', 'down')
-    try: run = launched(tmp_path, hosts, 'slow', tell, timeout=10)
+    try: run = launched(tmp_path, hosts, 'slow', tell, timeout=30, epochs=100)
     finally: ip('-n', f'{SPACE}-{HOSTS[1]}', 'link', 'set', 'eth0', 'up')
     assert run.status == 'failed' and 'lost each other' in run.error and none_left()
 
@@ -106,7 +106,7 @@ def test_nothing_is_left_when_the_command_is_killed(hosts, tmp_path):
 from fastbench.bench.hosts import Hosts
 from fastbench.bench.processes import launch_processes
 from fastbench.recipe import get_recipe
-launch_processes(get_recipe({TROUBLE!r}, what="slow"), 1, {str(tmp_path)!r}, lambda o: print(o["phase"], flush=True), place=Hosts({hosts!r}), device="cpu")
+launch_processes(get_recipe({TROUBLE!r}, what="slow", epochs=100), 1, {str(tmp_path)!r}, lambda o: print(o["phase"], flush=True), place=Hosts({hosts!r}), device="cpu")
 '''
     p = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True)
     while p.stdout.readline() not in ('train\n', ''): pass

@@ -12,13 +12,13 @@ from fastbench.machine import noise as n
 
 def test_own_work_is_not_others():
     before = n.machine_state()
-    subprocess.run([sys.executable, '-c', 'sum(i*i for i in range(5_000_000))'], check=True)  # a child that has ended
-    running = subprocess.Popen([sys.executable, '-c', 'import sys\nx = sum(i*i for i in range(5_000_000))\nprint(flush=True); sys.stdin.read()'],
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    work = 'import sys, time\nwhile time.process_time() < .5: pass\n'  # as long on every processor
+    subprocess.run([sys.executable, '-c', work], check=True)  # a child that has ended
+    running = subprocess.Popen([sys.executable, '-c', work + 'print(flush=True); sys.stdin.read()'], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     running.stdout.readline()  # a child that goes on
     after = n.machine_state()
     running.communicate()
-    assert after['cpu_own'] - before['cpu_own'] > .3
+    assert after['cpu_own'] - before['cpu_own'] > .9  # of both
 
 
 def test_a_process_that_has_gone_is_no_error(): assert n._own_processes(2**30) == [] and n.machine_state(root=2**30)['cpu_own'] == 0

@@ -212,7 +212,7 @@ def test_the_newest_are_found_without_reading_the_rest(kept, monkeypatch):
 
 
 def test_the_profile_is_not_read(kept, monkeypatch):
-    save(make(profile=profile(3000)), kept)
+    save(make(profile=profile(3000), id='r4-20261121T120000-00000004'), kept)
     monkeypatch.setattr(store, '_whole', lambda path: pytest.fail('read whole'))
     assert runs(kept).step.iloc[-1] == .5
 
@@ -260,7 +260,7 @@ def test_both_formats_hold_the_same(kept, tmp_path):
 
 
 def test_steps(kept, tmp_path):
-    one,two = save(make(profile=profile(3)), kept),save(make(profile=profile(2)), kept)
+    one,two = (save(make(profile=profile(n), id=f'r{n}-20261121T12000000{i}-00000000'), kept) for i,n in enumerate((3, 2)))  # not of one millisecond
     (kept/'broken.json').write_text(json.dumps(json.loads(make(id='b').to_json()) | dict(profile=dict(fit=1))))
     df = steps(kept)
     assert len(df) == 2*(3+2) and set(df.action) == {'step', 'forward'} and list(df.groupby('id', sort=False).step.max()) == [2, 1] and df.tokens.isna().all()

@@ -80,12 +80,12 @@ def test_check_names_what_differs_and_writes_nothing(write, capsys):
 def test_a_notebook_of_the_readme_runs_in_the_kernel_of_this_environment():
     "What Jupyter and VS Code start when `.venv` is chosen: the first lines of README, its table included"
     from jupyter_client.manager import start_new_kernel
-    manager, client = start_new_kernel(kernel_name='python3')
+    manager, client = start_new_kernel(kernel_name='python3', startup_timeout=600)
     said = []
     def heard(m): said.append(m['content'])
     code = "import sys; print(sys.prefix); from fastbench.all import *; learn = bench_learner('digits-xresnet18', batches=2, epochs=1, device='cpu').profile(); " \
            "exec('with learn.no_bar(), learn.no_logging(): learn.fit(1)'); learn.profiler.show(compact=True)"
-    try: got = client.execute_interactive(code, timeout=120, output_hook=heard)
+    try: got = client.execute_interactive(code, timeout=600, output_hook=heard)
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)

@@ -176,10 +176,13 @@ def test_downloads_are_whole(html, visit, tmp_path):
 def test_policy_refuses_what_is_slipped_in(html, visit):
     v = visit(html('ok'))
     v.evaluate("""() => { document.body.insertAdjacentHTML('beforeend', '<p id="x" style="color:red">x</p><style>#x{color:red}</style><img src="http://127.0.0.1:9/x.png"><img src="data:image/gif;base64,R0lGODlhAQABAAAAACw=" onerror="window.pwned=1" onload="window.pwned=1"><iframe src="http://127.0.0.1:9/"></iframe>') }""")
-    v.wait_for_timeout(200)
-    assert not [o for o in v.requests if '127.0.0.1' in o and not any('Content Security Policy' in c for c in v.console)]
+    def refused(): return [o for o in v.console if 'Content Security Policy' in o]
+    for _ in range(300):  # until all of it was looked at
+        v.wait_for_timeout(200)
+        if len(refused()) >= 5: break
+    assert not [o for o in v.requests if '127.0.0.1' in o and not refused()]
     assert v.evaluate('window.pwned') is None and v.evaluate('getComputedStyle(document.querySelector("#x")).color') != 'rgb(255, 0, 0)'
-    assert len([o for o in v.console if 'Content Security Policy' in o]) >= 5
+    assert len(refused()) >= 5
 
 
 def test_notebook_shows_it_boxed_in(visit, tmp_path):
@@ -401,7 +404,7 @@ def kept(tmp_path_factory):
 
 
 def command(*args, cwd):
-    return subprocess.run([sys.executable, '-m', 'fastbench', 'report', *map(str, args)], capture_output=True, text=True, cwd=cwd, timeout=120)
+    return subprocess.run([sys.executable, '-m', 'fastbench', 'report', *map(str, args)], capture_output=True, text=True, cwd=cwd, timeout=600)
 
 
 def test_command(kept):

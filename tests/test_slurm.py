@@ -30,31 +30,31 @@ def slurm(tmp_path_factory):
     if missing or os.geteuid(): pytest.skip(f"needs Slurm, as root: {', '.join(missing) or 'not root'} (.ci/run installs slurmctld slurmd slurm-client munge where it may)")
     folder = tmp_path_factory.mktemp('slurm')
     env = os.environ | dict(PORT=str(random.randint(11000, 19000)))
-    started = subprocess.run([HERE/'slurm.sh', 'start', folder], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    started = subprocess.run([HERE/'slurm.sh', 'start', folder], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
     os.environ['SLURM_CONF'] = f'{folder}/slurm.conf'
     try:
         if started.returncode: pytest.skip(f'Slurm does not start here: {started.stdout[-300:]}')
-        tried = subprocess.run(['srun', '--nodes=2', 'true'], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+        tried = subprocess.run(['srun', '--nodes=2', 'true'], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
         if tried.returncode: pytest.skip(f'Slurm runs nothing here: {tried.stderr[-300:]}')
         yield folder
     finally:
-        subprocess.run([HERE/'slurm.sh', 'stop', folder], stdin=subprocess.DEVNULL, timeout=60)
+        subprocess.run([HERE/'slurm.sh', 'stop', folder], stdin=subprocess.DEVNULL, timeout=300)
         del os.environ['SLURM_CONF']
 
 
 def notes(told): return [o['line'] for o in told if o['phase'] == 'note']
 
 
-def launched(folder, what='', told=None, job=None, **options):
+def launched(folder, what='', told=None, job=None, epochs=1, **options):
     told = [] if told is None else told
     place = Slurm(nodes=2, goes_on='checkpoint_every' in options, **(job or {}))
-    return load(launch_processes(get_recipe(TROUBLE, what=what), 1, folder, told.append, device='cpu', place=place, **options))
+    return load(launch_processes(get_recipe(TROUBLE, what=what, epochs=epochs), 1, folder, told.append, device='cpu', place=place, **options))
 
 
 def jobs(): return subprocess.run(['squeue', '--noheader', '--format=%T'], capture_output=True, text=True).stdout.split()
 
 
-def wait_for(f, seconds=60):
+def wait_for(f, seconds=300):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if got := f(): return got
@@ -82,7 +82,7 @@ def test_a_killed_process_is_named(slurm, tmp_path):
 
 
 def test_a_process_that_hangs_is_named_with_its_place(slurm, tmp_path):
-    assert launched(tmp_path, 'hang', timeout=10).error.startswith('process 1 hung: it stood in stand_still (trouble.py:')
+    assert launched(tmp_path, 'hang', timeout=30).error.startswith('process 1 hung: it stood in stand_still (trouble.py:')
 
 
 SCRIPT = '''
@@ -102,8 +102,8 @@ else: print('kept', load(path).status, load(path).error, flush=True); print('fil
 
 @pytest.fixture
 def beside(slurm, tmp_path, request):
-    "A job that takes a while (given its epochs, of 3 s each), followed by another process"
-    p = subprocess.Popen([sys.executable, '-c', SCRIPT, TROUBLE, tmp_path, *getattr(request, 'param', ['1'])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    "A job that takes a while (given its epochs, of 3 s each: one of higher priority has to come meanwhile), followed by another process"
+    p = subprocess.Popen([sys.executable, '-c', SCRIPT, TROUBLE, tmp_path, *getattr(request, 'param', ['4'])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said = []
     def until(*words):
         while line := p.stdout.readline():
@@ -140,12 +140,12 @@ def test_a_cancelled_job_stays_cancelled(beside):
     assert not jobs()
 
 
-@pytest.mark.parametrize('beside', [['1', 'checkpoints']], indirect=True)
+@pytest.mark.parametrize('beside', [['4', 'checkpoints']], indirect=True)
 def test_a_preempted_job_goes_on_from_its_checkpoint_exactly(beside, slurm, tmp_path):
     preempt(beside)
     run = load(beside.until('file').split(' ', 1)[1])
     assert run.status == 'ok' and run.resumed['steps'][0] > 2
-    whole = launched(tmp_path/'whole', 'slow')
+    whole = launched(tmp_path/'whole', 'slow', epochs=4)
     for k in ('train_loss', 'valid_loss'): assert run.epochs[-1][k] == pytest.approx(whole.epochs[-1][k], rel=1e-6)
     assert not whole.resumed and [o.stem for o in tmp_path.glob('*.json')] == [Path(run.path).stem]  # its first part left one, too
 
