@@ -35,6 +35,7 @@ from fastbench.draw.cut import CannotPlan, Crop, CropPlan, cut, cut_pixels, pick
 from fastbench.draw.decode import CorruptImage, decoders, read_header
 from fastbench.draw.fast import fast_images, why_not_fast
 from fastbench.draw.loader import ImageItems, PoolDL
+import fastbench.draw.pool as pool
 from fastbench.draw.pool import StuckWorker, Threads, in_threads
 from fastbench.draw.seeded import SeededDL, item_name
 from fastbench.draw.workers import auto_workers
@@ -421,6 +422,16 @@ def test_no_thread_is_left_where_ctrl_c_comes_while_they_begin(monkeypatch):
     monkeypatch.setattr(threading.Thread, 'start', interrupted)
     with pytest.raises(KeyboardInterrupt): list(in_threads([([], [1])], lambda made, i: None, n=3))
     assert ended()
+
+
+def test_standing_still_as_a_whole_is_no_hung_item(monkeypatch):
+    "Ctrl-Z and `fg`, a machine that was frozen: the clock went on, the threads did not"
+    stopped = [0]
+    monkeypatch.setattr(pool, 'monotonic', lambda: time.monotonic() + stopped[0])
+    def work(made, i):
+        if i == 2: stopped[0] = 100
+        for _ in range(24): time.sleep(.05) # seen twice by who waits
+    assert len(list(in_threads([([], [1, 2]), ([], [3])], work, n=1, timeout=60))) == 2
 
 
 def test_fits(folder):

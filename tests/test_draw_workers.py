@@ -15,7 +15,7 @@ import torch
 from fastai.data.core import DataLoaders, TfmdDL
 
 from fastbench.bench.learner import bench_learner
-from fastbench.draw import workers
+from fastbench.draw import pool, workers
 from fastbench.draw.decode import CorruptImage
 from fastbench.draw.fast import fast_images
 from fastbench.draw.loader import PoolDL
@@ -23,6 +23,7 @@ from fastbench.draw.pool import StuckWorker
 from fastbench.draw.seeded import SeededDL
 from fastbench.draw.workers import WatchedDL, WatchedPoolDL, WatchedSeededDL, auto_workers, best_count, time_workers, worker_counts
 from fastbench.errors import UserError
+from fastbench.measure.stopwatch import ManualClock
 from test_draw_loader import folder, loaders, same, seeded  # noqa: F401
 
 ITEMS = [torch.tensor(i) for i in range(12)]
@@ -158,6 +159,23 @@ def test_a_process_that_has_died_does_not_hang():
     watch.join(60)
     assert board.found is None and not watch.is_alive()
     shutil.rmtree(board.folder)
+
+
+def test_standing_still_as_a_whole_is_no_hung_process(monkeypatch):
+    "Ctrl-Z and `fg`; a process that does hang after it is still found"
+    clock, board, child = ManualClock(), workers._Board(1), subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)
+    for o in (workers, pool): monkeypatch.setattr(o, 'monotonic', clock)
+    looks = []
+    def sleep(seconds):
+        looks.append(board.found)
+        if len(looks) > 1000: board.over = True
+        clock.sleep(100 if len(looks) == 5 else seconds)
+    monkeypatch.setattr(workers, 'sleep', sleep)
+    monkeypatch.setattr(board, 'stack', lambda row: 'somewhere')
+    board.notes[0], board.waiting = torch.tensor([6., clock(), child.pid], dtype=torch.float64), True
+    workers._watch(board, 60, str)
+    shutil.rmtree(board.folder)
+    assert board.found and 300 <= len(looks) <= 310 and child.wait(60) == -signal.SIGKILL
 
 
 class Broken:

@@ -20,7 +20,7 @@ from ..errors import UserError
 from ..machine.environment import is_alive, worker_cores
 from ..train.transfer import CopiesAhead
 from .loader import PoolDL
-from .pool import DrawsInThreads, StuckWorker, stuck
+from .pool import DrawsInThreads, Patience, StuckWorker, stuck
 from .seeded import SeededDL, item_name
 
 # %% ../../nbs/draw/07_workers.ipynb #3e9b7811
@@ -85,12 +85,15 @@ class _Board:
 # %% ../../nbs/draw/07_workers.ipynb #ba5e7112
 def _watch(board, limit, name, grace=0.):
     "Until the epoch is over: name and end a worker that hangs, while its batch is waited for"
+    patience = Patience()
     while not board.over:
         sleep(.2)
-        if not board.waiting: continue
+        if not board.waiting: patience = Patience(); continue
+        waited = patience.look()
         for i,(item,since,pid) in enumerate(board.notes.tolist()):
             seconds = monotonic() - since
-            if not item or seconds < limit+grace or not is_alive(int(pid)): continue # PyTorch reports a dead one
+            if not item or min(seconds, waited) < limit+grace: continue
+            if not is_alive(int(pid)): continue # PyTorch reports a dead one
             board.found = stuck(name(int(item)-1), seconds, board.stack(i), limit)
             os.kill(int(pid), getattr(signal, 'SIGKILL', signal.SIGTERM))
             return
