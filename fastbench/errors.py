@@ -6,12 +6,32 @@
 __all__ = ['MANY', 'UserError', 'listed', 'unknown', 'check_taken', 'plural']
 
 # %% ../nbs/00_errors.ipynb #9878768d
+import sys
 from difflib import get_close_matches
 from inspect import signature
+from types import TracebackType
+
+# %% ../nbs/00_errors.ipynb #ownlines1
+def _is_own(frame):
+    "Is it code that the user wrote, neither ours, nor Python's, nor installed?"
+    from sysconfig import get_path
+    file,name = frame.f_code.co_filename,frame.f_globals.get('__name__') or ''
+    installed = any(o in file for o in ('site-packages', 'dist-packages')) or name.partition('.')[0] == 'fastbench'
+    return not installed and not file.startswith(('<frozen', get_path('stdlib')))
+
+def _own_lines(tb):
+    "The part of a traceback that is the user's, or None"
+    if tb is None: return None
+    rest = _own_lines(tb.tb_next)
+    return TracebackType(rest, tb.tb_frame, tb.tb_lasti, tb.tb_lineno) if _is_own(tb.tb_frame) else rest
 
 # %% ../nbs/00_errors.ipynb #8e0c1013
 class UserError(ValueError):
     "A mistake that the user can fix: the message says what is wrong, why, and what to do"
+    def _render_traceback_(self): # IPython's name
+        shown,whole = sys.modules['IPython'].get_ipython().InteractiveTB,self.__traceback__
+        own = None if shown.mode == 'Verbose' else _own_lines(whole)
+        return shown.structured_traceback(type(self), self, own or whole, tb_offset=0 if own else 1)
 
 # %% ../nbs/00_errors.ipynb #5e1fa2b7
 MANY = 12 # names that one still reads
