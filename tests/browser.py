@@ -8,11 +8,11 @@ PATIENCE = 300_000  # milliseconds; only against hanging: a busy machine needs m
 NAMES = 'chromium', 'chromium-browser', 'google-chrome'
 
 # The contrast of every visible text with what lies behind it: [text, ratio]
-CONTRASTS = """(where = "body") => {
+CONTRASTS = """() => {
   const rgb = s => { const m = s.match(/[\\d.]+/g).map(Number); return m.length > 3 && m[3] == 0 ? null : m.slice(0, 3) };
   const lum = c => { const [r, g, b] = c.map(v => { v /= 255; return v <= .03928 ? v/12.92 : ((v+.055)/1.055)**2.4 }); return .2126*r + .7152*g + .0722*b };
   const behind = e => { for (; e; e = e.parentElement) { const c = rgb(getComputedStyle(e).backgroundColor); if (c) return c } return [255, 255, 255] };
-  const res = [], walk = document.createTreeWalker(document.querySelector(where), NodeFilter.SHOW_TEXT);
+  const res = [], walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let n; n = walk.nextNode();) {
     const e = n.parentElement, box = e.getBoundingClientRect();
     if (!n.textContent.trim() || !box.width || !box.height || e.closest('svg title')) continue;
