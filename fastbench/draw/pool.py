@@ -95,12 +95,12 @@ def stack(self:Threads, i): # Frame, or None: the thread is gone
 
 # %% ../../nbs/draw/04_pool.ipynb #patien02
 class Patience:
-    "How long one has waited, without what stood still as a whole"
+    "How long one has waited; the count starts again after everything stood still"
     def __init__(self): self.since = self.last = monotonic()
 
-    def look(self, gap:float=2., # Seconds between two looks that say that all stood still
+    def look(self, gap:float=2., # Seconds between two looks that mean that everything stood still
         )->float: # Seconds
-        "Return how long one has waited since the last standstill"
+        "Look, and return how long one has waited"
         now = monotonic()
         if now - self.last > gap: self.since = now
         self.last = now
