@@ -53,6 +53,7 @@ from fastbench.draw.store import PartWriter, as_bytes, encoded, from_bytes
 from fastbench.draw.whole import batch_crop
 from fastbench.draw.workers import auto_workers
 from fastbench.errors import UserError
+from test_draw_loader import ended, older, threads
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 
@@ -325,14 +326,8 @@ def test_channels_last_has_the_same_numbers(pets, tmp_path):
 @pytest.fixture
 def cutters():
     "Threads of this test that draw: one of an earlier test may hang on for a while"
-    earlier = threading.enumerate()
-    return lambda: [o for o in threading.enumerate() if o.name.startswith('fastbench-draw') and o not in earlier]
-
-
-def all_end(threads):
-    "Who ends a loop waits 2 s for its threads, which may be less than a busy machine needs"
-    for o in threads: o.join(60)
-    return not any(o.is_alive() for o in threads)
+    older.update(threads())
+    return threads
 
 
 @pytest.mark.parametrize('kwargs', [dict(), dict(channels_last=True), dict(encode='jpeg'), dict(store='parquet', size=40)], ids=['plain', 'channels-last', 'jpeg', 'parquet'])
@@ -344,7 +339,7 @@ def test_threads_cut_the_same_batches(pets, tmp_path, kwargs, image, cutters):
     assert [o.train.threads for o in (alone, *others)] == [0, 1, 3] and others[1].train.new().threads == 3
     for other in others:
         for i in range(2): equal(epochs(alone[i]), epochs(other[i]))
-    assert all_end(cutters())
+    assert ended()
 
 
 def test_threads_stack_what_is_not_cut(pets, tmp_path):
@@ -358,7 +353,7 @@ def test_threads_of_a_cache_end_with_its_loop(pets, tmp_path, cutters):
     for b in dl: break
     del b
     dl.one_batch()
-    assert all_end(cutters()) and len(list(dl)) == 4 and 'begin_more' not in vars(dl)
+    assert ended() and len(list(dl)) == 4 and 'begin_more' not in vars(dl)
     with pytest.raises(UserError, match=r'threads=2 is for whole batches: .*fast_images\(cached\(dls\)\)'): cached(make(pets), tmp_path/'c', threads=2)
     with pytest.raises(UserError, match=r'a CachedDL, which has threads of its own: cached\(\.\.\., threads=2\)'): fast_images(cached(make(pets), tmp_path/'c', whole=True, workers=0))
     with pytest.raises(UserError, match='threads=-2 cannot be: a whole number, 0 or more'): cached(make(pets), tmp_path/'c', whole=True, workers=0, threads=-2)
@@ -373,7 +368,7 @@ def test_a_cache_whose_drive_is_gone_is_named(pets, tmp_path, cutters):
     with pytest.raises(StuckWorker, match=r'a loader has been at the cache pets-train-\w+ for .* hangs') as e: list(dl)
     assert len(str(e.value).splitlines()) == 1
     there.set()
-    assert all_end(cutters())
+    assert ended()
     del dl.dataset.store.image
 
 
