@@ -46,6 +46,7 @@ def launched(monkeypatch):
     asked = Asked()
     def launch(r, folder, tell=None, **kwargs):
         asked.append((r, kwargs))
+        time.sleep(.002)  # an id knows the millisecond
         for o in (dict(phase='data'), dict(phase='train', epoch=0, epochs=1, step=1, steps=2), dict(phase='epoch', epoch=0, epochs=1, values=dict(valid_loss=.5))): tell(o)
         return str(save(asked.outcome(r, **kwargs), folder))
     monkeypatch.setattr(launch_module, 'launch', launch)
@@ -59,7 +60,7 @@ def test_options_become_the_recipe(launched, monkeypatch, capsys, tmp_path):
                       '--workers 1 --seed 9 --offline --energy'.split(), '--out', tmp_path)
     want = get_recipe('digits-xresnet18', precision='bf16', bs=7, epochs=3, batches=5, data='auto:digits', workers=1, seed=9)
     assert code == 0 and launched == [(want, dict(repeat=i, device='cuda:1', offline=True, energy=True)) for i in range(2)]
-    assert sorted(o.seed for o in load_all(tmp_path)[0]) == [9, 10]  # both may be of one millisecond
+    assert [o.seed for o in load_all(tmp_path)[0]] == [9, 10]
 
 
 def test_a_suite_ends_with_its_table(launched, monkeypatch, capsys, tmp_path):
