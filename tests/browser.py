@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-PATIENCE = 300_000  # milliseconds; only against hanging: a busy machine needs more than Playwright's 30 s at times
+LIMIT = 300_000  # milliseconds; only against hanging: a busy machine needs more than Playwright's 30 s at times
 NAMES = 'chromium', 'chromium-browser', 'google-chrome'
 
 # The contrast of every visible text with what lies behind it: [text, ratio]
@@ -31,7 +31,7 @@ def browser():
     with api.sync_playwright() as p:
         args = ['--disable-gpu', '--disable-software-rasterizer', '--disable-gpu-compositing']  # no screen to paint on: saves a sixth of the time
         if hasattr(os, 'geteuid') and os.geteuid() == 0: args.append('--no-sandbox')
-        b = p.chromium.launch(executable_path=path, args=args, timeout=PATIENCE)
+        b = p.chromium.launch(executable_path=path, args=args, timeout=LIMIT)
         yield b
         b.close()
 
@@ -64,7 +64,7 @@ def visit(browser):
 
     def _visit(where, width=1280, height=900, dark=False, **kw):
         contexts.append(browser.new_context(viewport=dict(width=width, height=height), color_scheme='dark' if dark else 'light', **kw))
-        contexts[-1].set_default_timeout(PATIENCE)
+        contexts[-1].set_default_timeout(LIMIT)
         url = str(where) if '://' in str(where) else where.resolve().as_uri()
         return Visit(contexts[-1], url)
     yield _visit

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from browser import PATIENCE
+from browser import LIMIT
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = [o for o in sorted((ROOT/'nbs').rglob('*.ipynb')) if not any(p.startswith(('.', '_')) for p in o.relative_to(ROOT).parts)]
@@ -252,7 +252,7 @@ def seen(site, url, browser):
     """Every page: what it asked for and complained of, what is wider than a phone or its box, and the contrasts of its text in both schemes.
     Prose and a page of each kind are opened; the others are shown in the last one"""
     context = browser.new_context(viewport=PHONE)
-    context.set_default_timeout(PATIENCE)
+    context.set_default_timeout(LIMIT)
     page, res = context.new_page(), types.SimpleNamespace(requests=[], console=[], wide=[], boxes=[], contrasts=[])
     page.on('request', lambda o: res.requests.append(o.url))
     page.on('console', lambda o: res.console.append((page.url, o.text)) if o.type in ('error', 'warning') else None)
@@ -323,7 +323,7 @@ def search(url, browser):
     def _search(text, page='index.html', base=url):
         contexts.append(browser.new_context(viewport=dict(width=1280, height=900)))
         contexts[-1].add_init_script(OPEN)
-        contexts[-1].set_default_timeout(PATIENCE)
+        contexts[-1].set_default_timeout(LIMIT)
         p = contexts[-1].new_page()
         p.goto(base + page, wait_until='networkidle')
         p.locator('.md-search__button').first.focus()

@@ -5,7 +5,6 @@ import sys
 import pytest
 
 CELLS = """
-import sys
 from traitlets.config import Config
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance(config=Config(HistoryManager=dict(enabled=False), InteractiveShell=dict(colors='nocolor')))
@@ -26,8 +25,7 @@ def shown(tmp_path_factory):
     "What is shown of each cell"
     folder = tmp_path_factory.mktemp('notebook')
     (folder/'helpers.py').write_text('from fastcore.foundation import L\nfrom fastbench.recipe import get_recipe\n\ndef recipe_of(name): return L(name).map(get_recipe)[0]\n')
-    code = 'import sys; sys.path.insert(0, ".")\n' + CELLS
-    done = subprocess.run([sys.executable, '-c', code], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+    done = subprocess.run([sys.executable, '-c', CELLS], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
     assert done.returncode == 0, done.stdout
     return done.stdout.split('CELL\n')[1:]
 
