@@ -14,6 +14,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -1079,6 +1080,24 @@ def test_folders_that_cannot_be_written(pets, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(type(tmp_path), 'is_dir', deny)
     with pytest.raises(UserError, match='x cannot be read: Permission denied') as e: kept_caches(tmp_path/'c')
+
+
+def test_a_cache_of_another_user_stops_nobody(tmp_path, monkeypatch):
+    "Where a folder cannot be read the list says so, and shows the others; clearing leaves it as it is"
+    for name in ('pets-0123456789ab', 'photos-0123456789ab', 'lost+found', '.cars-0123456789ab.building'):
+        (tmp_path/name).mkdir()
+        (tmp_path/name/'cache.json').write_text('{"format": 1}')
+    opened, private = Path.open, [tmp_path/o for o in ('photos-0123456789ab', 'lost+found')]
+
+    def deny(path, *args, **kwargs):
+        if path.parent in private: raise PermissionError(13, 'Permission denied', str(path))
+        return opened(path, *args, **kwargs)
+    monkeypatch.setattr(Path, 'open', deny)
+    assert {o.path.name: o.says.split(':')[0] for o in kept_caches(tmp_path)} == {
+        '.cars-0123456789ab.building': 'unfinished', 'pets-0123456789ab': 'made by another version (format 1)', 'photos-0123456789ab': 'cannot be read'}
+    with pytest.raises(UserError, match='photos-0123456789ab cannot be read: another user made it'): clear_caches(['photos'], tmp_path)
+    assert {o.path.name for o in clear_caches((), tmp_path)} == {'.cars-0123456789ab.building', 'pets-0123456789ab'}
+    assert all(o.is_dir() for o in private)
 
 
 # Tables

@@ -6,7 +6,7 @@
 __all__ = ['FORMAT', 'caches_dir', 'KeptCache', 'read_about', 'folder_bytes', 'kept_caches', 'lock_of', 'clear_caches']
 
 # %% ../../nbs/draw/20_kept.ipynb #9306d167
-import json, os, shutil
+import json, os, re, shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +30,12 @@ class KeptCache:
     size: int # Bytes
     about: dict # What `cache.json` says; empty: it cannot be read
     complete: bool # Is it whole?
+    readable: bool = True # Could it be looked into?
 
     @property
     def says(self):
         "One line about it"
+        if not self.readable: return 'cannot be read: another user made it'
         if not self.complete: return 'unfinished: the next call goes on with it'
         if not self.about: return 'damaged: the next call makes it anew'
         if self.about.get('format') != FORMAT: return f"made by another version (format {self.about.get('format')})"
@@ -66,14 +68,25 @@ def _kept(folder):
     return KeptCache(folder, folder_bytes(folder), read_about(folder) if complete else {}, complete)
 
 # %% ../../nbs/draw/20_kept.ipynb #bb6858e8
+_NAMED = re.compile(r'.+-[0-9a-f]{12}(\.building)?') # as `cached` names them
+
+def _is_ours(folder):
+    if not folder.is_dir() or not (folder/'cache.json').is_file():
+        return folder.is_dir() and folder.name.endswith('.building')
+    (folder/'cache.json').open().close() # or PermissionError
+    return bool(read_about(folder)) or (folder/'index.npz').is_file()
+
+def _caches_at(folder):
+    "One, or none"
+    try: return [_kept(folder)] if _is_ours(folder) else []
+    except PermissionError:
+        return [KeptCache(folder, 0, {}, False, readable=False)] if _NAMED.fullmatch(folder.name) else []
+
 def kept_caches(where=None # As for `caches_dir`
     )->list: # Of `KeptCache`, by name
     "The caches in a folder, those that are unfinished too"
     root = caches_dir(where)
-    def is_ours(o):
-        if not o.is_dir() or not (o/'cache.json').is_file(): return o.is_dir() and o.name.endswith('.building')
-        return bool(read_about(o)) or (o/'index.npz').is_file()
-    try: return [_kept(o) for o in sorted(root.iterdir()) if is_ours(o)] if root.is_dir() else []
+    try: return [o for at in sorted(root.iterdir()) for o in _caches_at(at)] if root.is_dir() else []
     except PermissionError as e:
         raise UserError(f'{e.filename} cannot be read: {e.strerror}. Name another folder, or ask its owner') from e
 
@@ -94,7 +107,9 @@ def clear_caches(names=(), # What those to clear begin with; none: all
     if missing:
         raise UserError(f'no cache begins with {missing[0]!r} in {caches_dir(where)}: see `fastbench cache list`')
     gone = [o for o in kept if not names or any(named(o).startswith(n) for n in names)]
-    return [o for o in gone if _remove(o.path)]
+    if names and (private := [o for o in gone if not o.readable]):
+        raise UserError(f'{private[0].path} {private[0].says}. Ask its owner to clear it')
+    return [o for o in gone if o.readable and _remove(o.path)]
 
 def _remove(folder):
     lock = lock_of(folder)
