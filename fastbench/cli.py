@@ -58,7 +58,7 @@ def _unwritten(e):
     return 4
 
 def _code():
-    "Run the command; its exit code, of which 1 means a gate and nothing else"
+    "Run the command and return its exit code, where 1 means a gate and nothing else"
     try:
         code = app(prog_name='fastbench', standalone_mode=False)
         sys.stdout.flush()

@@ -36,7 +36,7 @@ def fused_sgd_(*args, # As for `torch._fused_sgd_`
 
 # %% ../nbs/00_compat.ipynb #6627761b
 def fused_devices(
-    ): # Names of devices; None where this PyTorch does not tell
+    ): # Names of devices; None if this PyTorch does not say
     "Devices that have fused optimizers"
     try: from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as f
     except ImportError: return None  # torch itself complains then, at the first step
@@ -52,7 +52,7 @@ def flash_attention(*args, # As for `aten._flash_attention_forward`
 def efficient_attention(*args, # As for `aten._efficient_attention_forward`
                         **kwargs # Likewise
     ):
-    "The same, for what the other does not take"
+    "The same, for inputs that `flash_attention` does not take"
     return torch.ops.aten._efficient_attention_forward(*args, **kwargs)
 
 def linear_pointwise(x, # Inputs
@@ -92,14 +92,14 @@ def of_checkpointing(model, # A model of transformers, or one with the same meth
 # %% ../nbs/00_compat.ipynb #2e4b34b5
 def pause_stream(cycles:int # Of the device's clock
     ):
-    "Let the current stream of a GPU stand still"
+    "Pause the current stream of a GPU"
     torch.cuda._sleep(cycles)
 
-def profiler_is_on()->bool: "Is torch.profiler at work?"; return torch.autograd._profiler_enabled()
+def profiler_is_on()->bool: "Is torch.profiler running?"; return torch.autograd._profiler_enabled()
 
 def call_after_backward(f # Called without arguments
     ):
-    "Call `f` when the backward pass under way is over"
+    "Call `f` at the end of the current backward pass"
     Variable._execution_engine.queue_callback(f)
 
 def without_subclasses():
@@ -115,7 +115,7 @@ def is_view(t # A tensor
 # %% ../nbs/00_compat.ipynb #ldstart2
 def wrap_loader_start(f # Called with fastai's function and the number of the loader process
     ):
-    "Let `f` begin each loader process that this process starts from now on"
+    "Begin each loader process that this process starts from now on with `f`"
     loads._wif = partial(f, loads._wif)
 
 # %% ../nbs/00_compat.ipynb #6c9c8e7b

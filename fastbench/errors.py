@@ -37,16 +37,16 @@ class UserError(ValueError):
 MANY = 12 # names that one still reads
 
 def listed(names, # Texts
-           most:int=MANY, # So many of them
+           most:int=MANY, # How many of them at most
     )->str: # 'a, b and 3 more'
-    "Write the first names, and how many there are beside them"
+    "Write the first names, and how many more there are"
     return ', '.join(names[:most]) + (f' and {len(names)-most} more' if len(names) > most else '')
 
 # %% ../nbs/00_errors.ipynb #9a1a14e4
 def unknown(kind:str, # What the name should have been: `'recipe'`, `'field'`
             name:object, # The name that was given
             known, # The names that exist
-            all='', # Where all of them stand, if they are many: '`fastbench list` shows all'
+            all='', # Where to find all of them, if there are many: '`fastbench list` shows all'
             also=(), # What others call them -> what they are called here
     )->str: # One line: the name, the likely one meant, others
     "Return the error message for a `name` that does not exist"

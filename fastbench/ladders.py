@@ -15,23 +15,23 @@ from .recipe import Recipe, _load, but, get_recipe, register, register_suite
 @dataclass(frozen=True)
 class Rung:
     "A named change of a recipe"
-    name: str # How it is called: `bigger-batch`
+    name: str # Its name: `bigger-batch`
     about: str # What was changed, in a few words
     changes: dict # New values of the recipe's fields
     seconds: float|None = None # What its author measured
-    accuracy: float|None = None # Share of the validation set, likewise
+    accuracy: float|None = None # Share of the validation set that was right, likewise
     nproc: int = 1 # Processes of each machine that train together
     strategy: str = '' # How they share the model; '': 'ddp', if there are several
     nodes: int = 1 # Machines; several are Slurm's, or named by the user
 
 @dataclass(frozen=True)
 class Ladder:
-    "A recipe and what was changed, one after another"
-    name: str # How it is called
-    about: str # One sentence, the machine of the published figures in it
+    "A recipe and named changes, one after another"
+    name: str # Its name
+    about: str # One sentence, which names the machine of the published figures
     rungs: tuple # `Rung`s; the first is where it starts
 
-    def recipes(self, **changes)->list: # One recipe a rung, each with all changes up to it
+    def recipes(self, **changes)->list: # One recipe per rung, each with all changes up to it
         "The recipes of the rungs, with `changes` in all of them"
         return [get_recipe(f'{self.name}-{o.name}', **changes) for o in self.rungs]
 
@@ -56,7 +56,7 @@ def ladders()->dict: # Name -> `Ladder`
     _load()
     return dict(_ladders)
 
-def get_ladder(name:str # As `ladders` has it
+def get_ladder(name:str # A name that `ladders` lists
     )->Ladder:
     "A ladder by name"
     if name not in ladders(): raise UserError(unknown('ladder', name, list(_ladders)))

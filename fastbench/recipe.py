@@ -63,7 +63,7 @@ class Recipe:
 _kinds = {}
 
 def kinds()->dict: # Name -> class
-    "All kinds of training that a recipe can be of"
+    "All kinds of training that a recipe can be"
     _load()
     return dict(_kinds)
 
@@ -87,9 +87,9 @@ def _check_known(cls, changes):
 
 # %% ../nbs/02_recipe.ipynb #cf2da544
 def check_field(kind:type, # `Recipe` or a kind
-                name:str, # Of its field
+                name:str, # The name of the field
                 value, # What is to be in it
-                without=None, # A word that a recipe may say, and this place may not: 'largest'
+                without=None, # A word that a recipe may use but this place may not: 'largest'
     ): # The value as a recipe keeps it
     "Return `value`, or fail with one line saying what the field may be"
     _check_known(kind, {name: value})
@@ -108,11 +108,11 @@ class Kind(Recipe):
     def make_dls(self, bs:int, # Samples per batch
                  device=None, # Where batches go
                  offline:bool=False, # Never open a connection
-        ): # `DataLoaders`; what a Run keeps of them in `info`
+        ): # `DataLoaders`, with what a Run keeps of them in `info`
         "The data of this recipe"
         raise NotImplementedError(f'{type(self).__name__} does not say how its data are made: give it a make_dls')
 
-    def make_learner(self, dls, # As of `make_dls`
+    def make_learner(self, dls, # As `make_dls` returns them
                      offline:bool=False, # Never open a connection
                      **kwargs, # For the Learner: loss_func, opt_func, lr, wd
         ): # A Learner
@@ -132,7 +132,7 @@ def check(self:Kind):
 
 @patch
 def only_if(self:Kind, ok:bool, # Do the fields have an effect?
-            where:str, # With what they go, in words
+            where:str, # What they go with, in words
             *names:str, # The fields
     ):
     "Refuse fields that were set and have no effect"
@@ -161,7 +161,7 @@ def fit(self:Kind, learn): # learn: as `build` made it
 # %% ../nbs/02_recipe.ipynb #59c6966d
 @patch
 def switches(self:Kind): # A recipe
-    "Where it stands what is to be switched on: precision, `compile`, `target` and the like"
+    "Return the object that says what to switch on: precision, `compile`, `target` and the like"
     return self
 
 @patch
@@ -184,7 +184,7 @@ def miniature(self:Kind): # A recipe
 
 @patch
 def leave(self:Kind, learn): # learn: as `build` made it, or None
-    "Restore what making it has changed in the process"
+    "Restore what making the Learner has changed in the process"
 
 # %% ../nbs/02_recipe.ipynb #82213ab1
 @patch
@@ -256,14 +256,14 @@ def _take(name):
 
 def register(recipe:Recipe, # What to add
              published=(), # Figures of its authors: (machine, precision, seconds of the whole fit, accuracy, batch)
-             seconds:float|None=None, # What its fit takes on two cores, about; None: it is not for them
+             seconds:float|None=None, # What its fit takes on two cores, roughly; None: it is not meant for them
     )->Recipe: # `recipe`
     "Register `recipe` under its name"
     _registry[_take(recipe.name)],_typical[recipe.name] = recipe,seconds
     _published[recipe.name] = [dict(zip(('machine', 'precision', 'seconds', 'accuracy', 'bs'), o)) for o in published]
     return recipe
 
-def register_suite(name:str, # How it is called
+def register_suite(name:str, # Its name
                    *names:str, # Recipes, in order
                    variants=({},), # Changes; each recipe is trained once with each
     ):
@@ -284,13 +284,13 @@ def suites()->dict: # Name -> names of recipes
     return dict(_suites)
 
 def published(name:str # A recipe's name
-    )->list: # Dicts of machine, precision, seconds; accuracy (a share) and bs (samples) where they were told
+    )->list: # Dicts of machine, precision, seconds; accuracy (a share) and bs (samples) where they were published
     "Return the figures of a recipe's authors"
     _load()
     return list(_published.get(name, ()))
 
 def typical_seconds(recipe:Recipe # As it is to be run
-    )->float|None: # Of its fit, on two cores; None where nobody said
+    )->float|None: # Of its fit, on two cores; None if unknown
     "Return about how long a training takes"
     seconds,known = _typical.get(recipe.name),_registry.get(recipe.name)
     free = {o: getattr(recipe, o) for o in ('epochs', 'sample', 'seed')}
@@ -300,8 +300,8 @@ def typical_seconds(recipe:Recipe # As it is to be run
 # %% ../nbs/02_recipe.ipynb #616309f2
 _finders = []
 
-def finder(f): # Called with what was asked for; returns a recipe, or None where it is not of its kind
-    "Decorator: recipes may also be found by `f`"
+def finder(f): # Called with what was asked for; returns a recipe, or None if it does not know this one
+    "Decorator: let `f` find recipes as well"
     _finders.append(f)
     return f
 

@@ -57,7 +57,7 @@ def real(lo:float, # The smallest
     return f, f"a number {'above' if above else 'from'} {lo}" + (f' to {hi}' if hi < inf else '')
 
 # %% ../nbs/01_rules.ipynb #c62b4f0e
-def either(word:str, # A word that is as good
+def either(word:str, # A word that is allowed as well
            rule:tuple, # What else the field may be
     )->tuple: # The check, the words for it
     "`word`, or what `rule` allows"
@@ -94,7 +94,7 @@ def source()->tuple: # The check, the words for it
     return f, 'a name, or a path such as ./pictures'
 
 def held_out()->tuple: # The check, the words for it
-    "What is for validation"
+    "The part for validation"
     def f(v):
         if isinstance(v := _text_of(v), str): return _check(v.strip(), v)
         return float(_check(_is(v, Real) and 0 < v < 1, v))
@@ -110,7 +110,7 @@ def setting(rule:tuple, # What it may be
 
 def check_setting(o, # A dataclass field, as `setting` makes it
                   value, # What is to be in it
-                  without=None, # A word that the rule allows, and this place does not: 'largest'
+                  without=None, # A word that the rule allows but this place does not: 'largest'
     ): # The value, cleaned
     "Return `value`, or raise a `UserError` that says what the field may be"
     (check,allowed),about = o.metadata['rule'],o.metadata['about']
@@ -123,13 +123,13 @@ def check_setting(o, # A dataclass field, as `setting` makes it
 def check_whole(lo:int, # The smallest
                 **values # Arguments, by their names
     ):
-    "Raise a `UserError` for an argument that is no whole number, or too small"
+    "Raise a `UserError` for an argument that is not a whole number, or is too small"
     _check_each(whole(lo), values)
 
 def check_real(lo:float, # The smallest
                **values # Arguments, by their names
     ):
-    "Raise a `UserError` for an argument that is no number, or too small"
+    "Raise a `UserError` for an argument that is not a number, or is too small"
     _check_each(real(lo), values)
 
 def _check_each(rule, values):
