@@ -105,7 +105,7 @@ def _no_gc():
 
 # %% ../../nbs/runs/03_query.ipynb #2167486c
 def select(folder=FOLDER, # Where Runs are kept
-           last:int|None=None, # Only so many, the newest
+           last:int|None=None, # Only this many, the newest
            recipe=None,data=None,device=None,precision=None, # As in `runs`
            commit=None,since=None,until=None,status=None, # As in `runs`
            keep=lambda run: run, # What to keep of each

@@ -143,7 +143,7 @@ def files(folder=FOLDER # Where Runs are kept
 
 # %% ../../nbs/runs/02_store.ipynb #5faa8414
 def load_all(folder=FOLDER, # Where Runs are kept
-         last:int|None=None, # Only so many, the newest
+         last:int|None=None, # Only this many, the newest
     )->tuple: # Runs, oldest first; errors, a line for each file that cannot be read
     "Read all Runs in `folder` completely"
     good,bad,known = [],[],files(folder)

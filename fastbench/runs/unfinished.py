@@ -59,7 +59,7 @@ def checkpoint_options(recipe, # A `Recipe`
                        folder, # Of Runs
                        repeat:int=0, # Which repeat
                        every=None, # As for `checkpoint_interval`; None: every 10 minutes
-                       resume:bool=False, # Go on, if it was cut off
+                       resume:bool=False, # Continue, if it was cut off
     )->dict: # folder, minutes or steps, resume: for `run_recipe(checkpoints=...)`
     "Return where and how often checkpoints of a training are written"
     where = unfinished_folder(recipe, folder, repeat)
