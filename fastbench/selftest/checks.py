@@ -28,7 +28,7 @@ class NotHere(Exception): "This device cannot answer a check; the message says w
 class Here:
     "The device on which the checks run"
     device: torch.device # With its number
-    full: bool = False # Take the time that it takes
+    full: bool = False # Take as long as it needs
 
     def only(self, *kinds, # Of devices: 'cuda', 'mps'
              why, # Not on others
