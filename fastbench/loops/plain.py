@@ -54,14 +54,14 @@ def _batch(profile):
 
 # %% ../../nbs/loops/03_plain.ipynb #e34a71e6
 def loop_run(profile:Profile, # What was measured
-             name:str, # Of the experiment: the same for loops that do the same work
+             name:str, # Name of the experiment: the same for loops that do the same work
              loop:str, # Whose loop it was: 'pytorch', 'trainer', 'lightning', 'accelerate', 'fastai', ...
              models=(), # What was trained
-             precision:str='fp32', # That was in effect
+             precision:str='fp32', # Precision in effect
              device=torch.device('cpu'), # A torch device, where it ran
              data:dict|None=None, # name, n_train, n_valid: what is known of the data
-             metrics:dict|None=None, # Of the last epoch
-             **recipe # What else there is to say of the work: opt, lr, ...
+             metrics:dict|None=None, # Metrics of the last epoch
+             **recipe # Other facts about the work: opt, lr, ...
     )->Run: # To be saved, compared and reported
     "Make a Run of a measured loop"
     seen = [_model_facts(o) for o in models]
@@ -86,11 +86,11 @@ def _check_names(f, recipe):
 
 # %% ../../nbs/loops/03_plain.ipynb #11985ad8
 @patch
-def run(self:StepProfiler, name:str='loop', # Of the experiment: the same for loops that do the same work
+def run(self:StepProfiler, name:str='loop', # Name of the experiment: the same for loops that do the same work
         data:str='', # What it was trained on
         precision:str|None=None, # Needed where autocast is inside of a compiled model; None: as it was seen
-        metrics:dict|None=None, # Of the last epoch
-        **recipe # What else there is to say of the work: opt, lr, ...
+        metrics:dict|None=None, # Metrics of the last epoch
+        **recipe # Other facts about the work: opt, lr, ...
     )->Run: # To be saved, compared and reported
     "Make a Run of the measurements, after the block"
     _check_names(StepProfiler.run, recipe)
@@ -107,9 +107,9 @@ def run(self:StepProfiler, name:str='loop', # Of the experiment: the same for lo
 
 # %% ../../nbs/loops/03_plain.ipynb #f206e2b2
 def learner_run(learn:Learner, # With a profiler, after a fit
-                name:str='loop', # Of the experiment: the same for loops that do the same work
+                name:str='loop', # Name of the experiment: the same for loops that do the same work
                 data:str='', # What it was trained on
-                **recipe # What else there is to say of the work: opt, lr, ...
+                **recipe # Other facts about the work: opt, lr, ...
     )->Run: # Comparable with `StepProfiler.run`
     "Make a Run of a profiled Learner, as for any other loop"
     _check_names(learner_run, recipe)
