@@ -15,7 +15,7 @@ from .record import Run, from_head, from_json, when
 # %% ../../nbs/runs/02_store.ipynb #f0039a62
 FOLDER = 'fastbench-runs'  # in the current folder, unless told otherwise
 
-def write_whole(path:Path, # Where to
+def write_whole(path:Path, # Where to write
                 text:str, # What
     ):
     "Write a file so that it is either complete or absent"
