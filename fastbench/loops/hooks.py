@@ -48,8 +48,8 @@ def before_once(undo:ExitStack, # Takes it back
 # %% ../../nbs/loops/01_hooks.ipynb #f24a12a4
 class Around:
     "A stand-in for the method `name` of this one `owner`"
-    def __init__(self, owner, # Whose method it is
-                 name, # Of the method
+    def __init__(self, owner, # Object with the method
+                 name, # Name of the method
                  before, # Called without arguments
                  after, # Called with the result; None where there is none
         ):
@@ -68,8 +68,8 @@ class Around:
 
 # %% ../../nbs/loops/01_hooks.ipynb #1e64c3bb
 def wrap(undo:ExitStack, # Takes it back
-         owner, # Whose method it is
-         name, # Of the method
+         owner, # Object with the method
+         name, # Name of the method
          before, # Called without arguments
          after, # Called with the result
     ):
@@ -86,7 +86,7 @@ def _give_back(ours, had):
 # %% ../../nbs/loops/01_hooks.ipynb #74c25cee
 class ModelHooks:
     "Mark the model's calls and the backward passes through them"
-    def __init__(self, regions:Regions, # Get the marks
+    def __init__(self, regions:Regions, # Gets the marks
                  called=None, # Called with the model, its arguments and its named arguments before it
         ):
         self.regions,self.called,self.depth,self.backing = regions,called or _nothing,0,False
@@ -97,7 +97,7 @@ class ModelHooks:
 
 # %% ../../nbs/loops/01_hooks.ipynb #8e0a5d84
 @patch
-def before(self:ModelHooks, model=None, # Which was called
+def before(self:ModelHooks, model=None, # The model that is called
            args=(), # Its inputs
            kwargs=() # Its inputs by name
     ):
@@ -206,7 +206,7 @@ def _that_clear(outer, opt):
     same,own = (getattr(type(o), 'zero_grad', None) for o in (outer, opt))
     return [opt] + [outer]*(outer is not opt and same is own is not None)
 
-def add_optimizer(regions:Regions, # Get the marks
+def add_optimizer(regions:Regions, # Gets the marks
                   undo:ExitStack, # Takes it back
                   opt, # What has `step` and `zero_grad`
     ):
@@ -225,7 +225,7 @@ def add_optimizer(regions:Regions, # Get the marks
         wrap(undo, o, 'zero_grad', lambda: regions.enter(ZERO_GRAD), lambda _: regions.leave())
 
 # %% ../../nbs/loops/01_hooks.ipynb #04910e1c
-def add_scaler(regions:Regions, # Get the marks
+def add_scaler(regions:Regions, # Gets the marks
                undo:ExitStack, # Takes it back
                scaler, # A `torch.amp.GradScaler`
     ):

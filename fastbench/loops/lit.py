@@ -22,27 +22,27 @@ _regions = dict(train_dataloader_next=REGIONS['draw'], val_next=REGIONS['draw'],
                 training_step=FORWARD, validation_step=FORWARD, backward=BACKWARD, optimizer_step=OPT_STEP)
 
 class Relay:
-    "Stands in front of Lightning's profiler"
+    "Stand in front of Lightning's profiler"
     def __init__(self, to, # Lightning's profiler
                  prof, # A `LightningProfiler`
         ): self.to,self._prof,self._marks = to,prof,{}
     def __getattr__(self, k): return getattr(self.to, k)
 
-    def start(self, name # Of what begins
+    def start(self, name # Name of what begins
         ):
         "Something begins"
         self.to.start(name)
         self._prof._action(self._mark(name))
 
-    def stop(self, name # Of what is over
+    def stop(self, name # Name of what is over
         ):
         "It is over"
         self._prof._action_over(self._mark(name))
         self.to.stop(name)
 
-    def profile(self, name # Of what is done in the block
+    def profile(self, name # Name of what is done in the block
         ):
-        "Around what is done"
+        "Tell both profilers about a block"
         m = self._mark(name)
         if m is None or m == OTHER and self._prof.regions.now != OPT_STEP: return self.to.profile(name)
         return self._around(name)
@@ -82,7 +82,7 @@ class LightningProfiler(CallbackProfiler):
     _how = 'lightning'
     def __new__(cls, *args, **kwargs):
         with _same_variable(): return object.__new__(completed(cls, _lightning(), 'Callback', 'lightning'))
-    def __init__(self, part:str='', # Of the module, that `training_step` calls as the model: 'net'; '' for `self(...)`
+    def __init__(self, part:str='', # Part that `training_step` calls as the model: 'net'; '' for `self(...)`
                  keep:int=2**16, # Raw steps held at most, a phase; beyond that exact sums and a sample
                  hold:bool=True, # Hold a GPU back in a few steps, to tell computing from waiting for the host
         ):
@@ -153,7 +153,7 @@ def on_train_batch_start(self:LightningProfiler, trainer, # Lightning's
                          pl_module, # What it trains
                          batch, # As drawn
                          batch_idx, # Its number
-                         dataloader_idx=0 # Of which loader
+                         dataloader_idx=0 # Number of its loader
     ):
     "A batch is there"
     if not self.watch.running: return
@@ -163,10 +163,10 @@ def on_train_batch_start(self:LightningProfiler, trainer, # Lightning's
 @patch
 def on_train_batch_end(self:LightningProfiler, trainer, # Lightning's
                        pl_module, # What it trains
-                       outputs, # Of the step
+                       outputs, # Outputs of the step
                        batch, # As drawn
                        batch_idx, # Its number
-                       dataloader_idx=0 # Of which loader
+                       dataloader_idx=0 # Number of its loader
     ):
     "A step is over"
     if self.watch.running: self._step_over()

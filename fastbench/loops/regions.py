@@ -32,7 +32,7 @@ class Regions:
         self._put,self._time,self._clock,_ = self.watch.tape()
         self.begin(OTHER)
 
-    def begin(self, m # Mark of what goes on
+    def begin(self, m # Mark of what is going on
         ):
         "Start with `m` as the only region; it is marked already"
         self.now,self.under = m,[]

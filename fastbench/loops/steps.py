@@ -40,7 +40,7 @@ class StepProfiler:
                  optimizer=None, # An optimizer, or several in a list
                  loss_func=None, # A module, hooked; of a function `prof.loss_func` is marked
                  scaler=None, # A `torch.amp.GradScaler`
-                 device=None, # That of the (first) model if None
+                 device=None, # Where the loop runs; None: the device of the (first) model
                  keep:int=2**16, # Raw steps held at most, a phase; beyond that exact sums and a sample
                  hold:bool=True, # Hold a GPU back in a few steps, to tell computing from waiting for the host
         ):

@@ -22,10 +22,10 @@ from .regions import OTHER, REGIONS, ZERO_GRAD
 
 # %% ../../nbs/loops/04_trainer.ipynb #d9edfa9a
 @lru_cache(None)
-def completed(cls, # Of ours
-              module:str, # That has the class of callbacks
-              name:str, # Of that class
-              extra:str, # What to install where it is missing
+def completed(cls, # One of our classes
+              module:str, # Module that has the class of callbacks
+              name:str, # Name of that class
+              extra:str, # What to install if it is missing
     )->type: # `cls`, and a callback
     "Complete `cls` as a callback of another library"
     try: base = getattr(import_module(module), name)
@@ -104,13 +104,13 @@ class TrainerProfiler(CallbackProfiler):
                  hold:bool=True, # Hold a GPU back in a few steps, to tell computing from waiting for the host
         ): super().__init__(keep=keep, hold=hold)
 
-    def on_train_begin(self, args, # The Trainer's
-                       state, # Its
-                       control, # Its
-                       model=None, # What trains
-                       optimizer=None, # What steps
-                       train_dataloader=None, # Its batches
-                       **kwargs # What else it tells
+    def on_train_begin(self, args, # Arguments of the Trainer
+                       state, # Its state
+                       control, # Its control object
+                       model=None, # The model that trains
+                       optimizer=None, # Its optimizer
+                       train_dataloader=None, # Its loader
+                       **kwargs # More that it passes
         ):
         "A training begins"
         self._begin([model], [optimizer])
@@ -158,10 +158,10 @@ def _draws(self:TrainerProfiler, base):
 
 # %% ../../nbs/loops/04_trainer.ipynb #749c1d5b
 @patch
-def on_epoch_begin(self:TrainerProfiler, args, # The Trainer's
-                   state, # Its
-                   control, # Its
-                   **kwargs # What else it tells
+def on_epoch_begin(self:TrainerProfiler, args, # Arguments of the Trainer
+                   state, # Its state
+                   control, # Its control object
+                   **kwargs # More that it passes
     ):
     "An epoch begins"
     if not self.watch.running: return
@@ -215,10 +215,10 @@ def _valid_begins(self:TrainerProfiler):
     self.hooks.depth = 1  # of the call that told
 
 @patch
-def on_prediction_step(self:TrainerProfiler, args, # The Trainer's
-                       state, # Its
-                       control, # Its
-                       **kwargs # What else it tells
+def on_prediction_step(self:TrainerProfiler, args, # Arguments of the Trainer
+                       state, # Its state
+                       control, # Its control object
+                       **kwargs # More that it passes
     ):
     "A batch was predicted"
     if not self.watch.running or self.watch.phase != 'valid': return

@@ -85,7 +85,7 @@ def _parsed(file, stamp):
     except SyntaxError as e: raise UserError(f'{file.name}, line {e.lineno}: {e.msg}') from None
     except (OSError, ValueError) as e: raise UserError(f'{file.name} cannot be read: {e}') from None
 
-def parse_file(file:Path # Of Python source
+def parse_file(file:Path # A file of Python source
     )->ast.Module:
     "Parse a file without running it"
     s = file.stat()

@@ -33,7 +33,7 @@ class Phases:
 
     def mean(self, phase, # 'fit', 'train', 'valid' or 'between'
              action, # 'step', 'forward', ...
-             key='mean', # Of the row
+             key='mean', # Column of the row
         ):
         "A value of a row, None if nothing was measured"
         return self.row(phase, action).get(key)
@@ -49,7 +49,7 @@ def read_phases(d:dict, # What `phases.to_dict` wrote
 
 # %% ../../nbs/runs/00_figures.ipynb #ac918b4d
 def peaks_of(profile # A `Profile`
-    )->dict: # host, device: bytes; exact; missing what was not measured
+    )->dict: # host, device: bytes; exact; without what was not measured
     "Return the peak memory of all fits"
     peaks = [d for d in profile.peaks if isinstance(d, dict)]
     each = {k: [d[k] for d in peaks if is_number(d.get(k))] for k in ('host', 'device')}
@@ -104,7 +104,7 @@ class Figures:
         return 'device' if self.device_memory is not None else None if self.host_memory is None else 'process'
 
 # %% ../../nbs/runs/00_figures.ipynb #d2eddf1a
-def measured(phases:Phases # Of a Run
+def measured(phases:Phases # Phases of a Run
     )->dict: # Fields of `Figures`
     "Compute figures from raw values"
     p,step,peaks = phases.profile,phases.row('train', 'step'),peaks_of(phases.profile)

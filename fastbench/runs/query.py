@@ -31,7 +31,7 @@ def _like(value, wanted): return value is not None and any(fnmatchcase(str(value
 
 # %% ../../nbs/runs/03_query.ipynb #834ab35a
 def moment(text, # '2026-11-20', '2026-11-20T14:30', with a zone or without; or a date, a datetime
-           end:bool=False, # Of a day, its end
+           end:bool=False, # Return the end of a day
            name:str='since', # What to call it in an error
     )->datetime: # In UTC
     "Return a point in time; without a zone it is UTC, as in the ids of Runs"
@@ -105,7 +105,7 @@ def _no_gc():
 
 # %% ../../nbs/runs/03_query.ipynb #2167486c
 def select(folder=FOLDER, # Where Runs are kept
-           last:int|None=None, # Only so many, the newest
+           last:int|None=None, # Only this many, the newest
            recipe=None,data=None,device=None,precision=None, # As in `runs`
            commit=None,since=None,until=None,status=None, # As in `runs`
            keep=lambda run: run, # What to keep of each
@@ -177,12 +177,12 @@ def runs(folder=FOLDER, # Where Runs are kept
          recipe=None, # Name, with wildcards if you like; or several
          data=None, # Name of the data that was really used; or several
          device=None, # 'cpu', 'cuda', or a part of the device's name
-         precision=None, # In effect: 'fp32', 'bf16'
+         precision=None, # Precision in effect: 'fp32', 'bf16'
          commit=None, # The beginning of one, of fastbench or of the folder
          since=None, # First day, or moment: '2026-11-20', '2026-11-20T14:30' (UTC), a datetime
          until=None, # Last day (all of it), or the moment before which
          status=None, # 'ok', 'failed', ...
-         last:int|None=None, # Only so many, the newest
+         last:int|None=None, # Only this many, the newest
     ): # DataFrame; seconds, shares; no rows where there is nothing
     "The Runs that are kept, a row each, oldest first"
     good,bad = select(folder, last, recipe, data, device, precision, commit, since, until, status, row)

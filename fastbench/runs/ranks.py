@@ -64,7 +64,7 @@ def step_syncs(run # The Run of a process
     return {k: [x for x,w in zip(values(log, k), warm) if not w] for k in SYNCS if k in log.columns}
 
 def apart(each:list # What `step_syncs` gave on each process
-    )->list: # Of each process: transfer, waiting; seconds of an average step; {} where they cannot be compared
+    )->list: # For each process: transfer, waiting; seconds of an average step; {} if they cannot be compared
     "Separate the time of exchanges into transfer and waiting for others"
     names = [k for k in SYNCS if all(o.get(k) for o in each)]
     if not names or len({len(o[k]) for o in each for k in names}) > 1: return [{} for _ in each]
@@ -73,7 +73,7 @@ def apart(each:list # What `step_syncs` gave on each process
     return [dict(transfer=float(least.sum(0).mean()), waiting=float((o-least).sum(0).mean())) for o in took]
 
 # %% ../../nbs/runs/05_ranks.ipynb #7be00006
-def of_ranks(ranks:list, # Of each process: rank, host, step, samples_per_second, memory, phases
+def of_ranks(ranks:list, # For each process: rank, host, step, samples_per_second, memory, phases
              each:list, # What `step_syncs` gave on each
     )->list: # With `transfer` and `waiting` in place of exchanges, `syncs` names those
     "Return what a Run keeps of its processes"

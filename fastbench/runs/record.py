@@ -33,7 +33,7 @@ def new_id(recipe:str, # Name of the recipe
     name = re.sub(r'[^A-Za-z0-9._-]+', '_', recipe).lstrip('.')[:100]
     return f'{name}-{datetime.now(timezone.utc):%Y%m%dT%H%M%S%f}'[:-3] + f'-{secrets.token_hex(4)}'
 
-def when(id:str # Of a Run, or any file's name
+def when(id:str # Id of a Run, or the name of any file
     )->str: # Sorts by time; '' for a name that `new_id` did not make
     "Return the time in an id"
     found = re.search(r'-(\d{8}T\d{6,9})-[0-9a-f]{8}$', id)
@@ -129,7 +129,7 @@ def phases(self:Run)->Phases|None: # None where nothing was measured, or was not
 _stored = dict(step='step', rate='samples_per_second', host_memory='host', device_memory='device')  # in `pace`
 
 @patch
-def figures_of(self:Run, phases:Phases|None # Its own, read before
+def figures_of(self:Run, phases:Phases|None # Its phases, already read
     )->Figures:
     "Return the figures of a Run"
     got = {k: v for k in ('accuracy', 'perplexity') if isinstance(v := self.metrics.get(k), (int, float))}
@@ -173,7 +173,7 @@ def migration(since:int # Version that the decorated function reads; it returns 
 
 def migrate(d:dict, # What a file holds; `schema` says of which version
             name:str='this Run', # What to call it in an error
-    )->dict: # Of version `SCHEMA`
+    )->dict: # A dict of version `SCHEMA`
     "Convert a file of an older fastbench"
     while d['schema'] < SCHEMA:
         v,f = d['schema'],_migrations.get(d['schema'])

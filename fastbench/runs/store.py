@@ -15,7 +15,7 @@ from .record import Run, from_head, from_json, when
 # %% ../../nbs/runs/02_store.ipynb #f0039a62
 FOLDER = 'fastbench-runs'  # in the current folder, unless told otherwise
 
-def write_whole(path:Path, # Where to
+def write_whole(path:Path, # Where to write
                 text:str, # What
     ):
     "Write a file so that it is either complete or absent"
@@ -143,7 +143,7 @@ def files(folder=FOLDER # Where Runs are kept
 
 # %% ../../nbs/runs/02_store.ipynb #5faa8414
 def load_all(folder=FOLDER, # Where Runs are kept
-         last:int|None=None, # Only so many, the newest
+         last:int|None=None, # Only this many, the newest
     )->tuple: # Runs, oldest first; errors, a line for each file that cannot be read
     "Read all Runs in `folder` completely"
     good,bad,known = [],[],files(folder)

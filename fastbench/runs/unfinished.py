@@ -16,7 +16,7 @@ from .record import plain
 
 # %% ../../nbs/runs/04_unfinished.ipynb #c8661665
 def unfinished_folder(recipe, # A `Recipe`
-                      folder, # Of Runs
+                      folder, # Folder of Runs
                       repeat:int=0, # Which repeat: added to the seed
     )->Path: # Absolute; it need not be there
     "Return the folder of a training's checkpoints"
@@ -25,19 +25,19 @@ def unfinished_folder(recipe, # A `Recipe`
     name = re.sub(r'[^A-Za-z0-9._-]+', '_', recipe.name).lstrip('.')[:80]
     return Path(folder).absolute()/'checkpoints'/f'{name}-{about}'
 
-def is_unfinished(where:Path # Of `unfinished_folder`
+def is_unfinished(where:Path # From `unfinished_folder`
     )->bool:
     "Return whether there is a checkpoint to continue from"
     return any(where.glob('checkpoint-*'))
 
 def has_checkpoint(recipe, # A `Recipe`
-                   folder, # Of Runs
+                   folder, # Folder of Runs
                    repeat:int=0, # Which repeat
     )->bool:
     "Return whether this training can be continued"
     return is_unfinished(unfinished_folder(recipe, folder, repeat))
 
-def forget_unfinished(where:Path # Of `unfinished_folder`
+def forget_unfinished(where:Path # From `unfinished_folder`
     ):
     "Remove the checkpoints of a training whose Run is kept"
     shutil.rmtree(where, ignore_errors=True)
@@ -56,10 +56,10 @@ def checkpoint_interval(every:str # '10', '10min', '500steps'
 
 # %% ../../nbs/runs/04_unfinished.ipynb #f6b0e1b2
 def checkpoint_options(recipe, # A `Recipe`
-                       folder, # Of Runs
+                       folder, # Folder of Runs
                        repeat:int=0, # Which repeat
                        every=None, # As for `checkpoint_interval`; None: every 10 minutes
-                       resume:bool=False, # Go on, if it was cut off
+                       resume:bool=False, # Continue, if it was cut off
     )->dict: # folder, minutes or steps, resume: for `run_recipe(checkpoints=...)`
     "Return where and how often checkpoints of a training are written"
     where = unfinished_folder(recipe, folder, repeat)

@@ -28,10 +28,10 @@ class NotHere(Exception): "This device cannot answer a check; the message says w
 class Here:
     "The device on which the checks run"
     device: torch.device # With its number
-    full: bool = False # Take the time that it takes
+    full: bool = False # Take as long as it needs
 
-    def only(self, *kinds, # Of devices: 'cuda', 'mps'
-             why, # Not on others
+    def only(self, *kinds, # Kinds of devices: 'cuda', 'mps'
+             why, # Why not on others
         ):
         "Continue only on these devices"
         if self.device.type not in kinds: raise NotHere(why)
@@ -104,10 +104,10 @@ WAITS = {  # recipe, changes, waits a step at most
 # %% ../../nbs/selftest/00_checks.ipynb #e55744b8
 _WAITED = 'called a synchronizing CUDA operation' # Turning this on also warns, once, that it is a prototype
 
-def count_waits(here:Here, # Where
+def count_waits(here:Here, # Device to count on
                 recipe:str, # Which training
-                **changes # Of its fields
-    )->float: # A step
+                **changes # Changes of its fields
+    )->float: # Waits per step
     "Return how often the host waits for the device in a training step"
     learn,seen = _learner(here, recipe, **changes).profile(hold=False),_Waits()
     try:

@@ -114,7 +114,7 @@ class _Turn:
 
 # %% ../../nbs/selftest/03_report.ipynb #87614033
 def selftest(device=None, # As torch writes it: 'cuda', 'cuda:1', 'mps', 'xpu', 'cpu'; None: fastai's default
-             full:bool=False, # Also what takes minutes
+             full:bool=False, # Also run the checks that take minutes
              only=(), # Names of checks; all if none
              tell=lambda row: None, # Called with the row of each check, when it is over
     )->Selftest: # `failed`, `line`, `html`, `run`

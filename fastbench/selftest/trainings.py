@@ -47,7 +47,7 @@ def _said(seconds): return f"{', '.join(f'{o:.3g}' for o in seconds)} s"
 def _time_to_accuracy(here): return _said(_reached([_run(here, 'dawn-photos-airbench', repeat=i) for i in range(3)]))
 
 # %% ../../nbs/selftest/02_trainings.ipynb #8005390c
-def _write_cifar(folder, # Its folder `cifar10` is made
+def _write_cifar(folder, # Folder in which `cifar10` is made
                  data, # An `ImageSet`
     ):
     "Write images and labels as airbench reads them: one file for each part"

@@ -104,7 +104,7 @@ class CheckPacked(DuringFit):
 # %% ../../nbs/text/12_check.ipynb #1d6e9b7e
 def _probe_lengths(window, # Number of tokens that a token sees to each side; None: all
                    longest, # Number of tokens of the longest text in training; None: unknown
-    ): # Of the texts
+    ): # Numbers of tokens
     "Return lengths of texts, one of them longer than the window if that can be in training"
     wide = window and window >= 90 and (longest is None or longest > window)
     return [3, window + 10 if wide else 90, 1, 40]

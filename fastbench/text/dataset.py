@@ -40,7 +40,7 @@ def check_texts(texts, # Texts, or pairs of texts
 
 # %% ../../nbs/text/04_dataset.ipynb #d0f111c1
 def check_fills(n, # Number of texts for training
-                bs, # Of a batch
+                bs, # Texts in a batch
     ):
     "Fail if all texts together fill no batch, and so none would be trained on"
     if n >= bs: return
@@ -182,9 +182,9 @@ def _pre_show_batch(self:ShowsTexts, b, max_n=9):
 def plot_top_losses(x:_TopRows, # Names of columns
                     y, # Not used
                     its, # Rows with the targets
-                    outs, # Of each row its prediction, and what stands before it
+                    outs, # For each row its prediction, and what stands before it
                     preds, # Not used
-                    losses, # Of the rows
+                    losses, # Losses of the rows
                     width=200, # Characters of a text that are shown
                     show=True, # False: only give the table
                     **kwargs): # For fastai

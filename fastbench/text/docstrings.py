@@ -63,7 +63,7 @@ def _runs(text, h):
 
 # %% ../../nbs/text/00_docstrings.ipynb #0c477292
 def group_texts(texts, # Strings
-                near=.5, # Share of the runs of four words of both texts from which they count as near-duplicates
+                near=.5, # Share of their runs of four words that near-duplicates have in common, at least
     )->list: # Group number of each text
     "Return the group of each text: near-duplicates share one"
     import numpy as np

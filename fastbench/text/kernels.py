@@ -18,7 +18,7 @@ from ..machine.device import draws_kept
 # %% ../../nbs/text/08_kernels.ipynb #31bb911b
 def kernel_for(device:str, # Kind of device: 'cuda', 'cpu', ...
                capability:tuple|None, # Compute capability, (8, 0) for instance; None: not CUDA, or ROCm
-               dtype:torch.dtype, # Of queries, keys and values
+               dtype:torch.dtype, # Precision of queries, keys and values
                head_dim:int=64, # Size of a head
                window:int|None=None, # Number of tokens that a token sees to each side
                causal:bool=False, # Tokens only look back

@@ -98,7 +98,7 @@ def _parts_of(with_input=False, with_decoded=False, with_loss=False, with_preds=
 def own_preds(self:HFLearner, ds_idx=1, # Number of the set
               dl=None, # Another loader
               act=None, # Activation; None: the loss function's
-              reorder=True, # In the order of the data set
+              reorder=True, # Return them in the order of the data set
               cbs=None, # More callbacks
               **kwargs): # As for fastai's `get_preds`
     "Return predictions and targets of this process, for texts of unequal length as a list for each"

@@ -33,7 +33,7 @@ def _answer_of(o):
 
 # %% ../../nbs/text/16_qa.ipynb #qaprts03
 def _check_parts(number, question, context, answer, start):
-    "Fail if a part of an example is of another kind, and name it"
+    "Fail if a part of an example is of the wrong type, and name it"
     parts = dict(question=question, context=context, answer='' if answer is None else answer)
     bad = next(((k, o) for k,o in parts.items() if not isinstance(o, str)), None)
     if bad is None and (start is None or hasattr(start, '__index__')): return

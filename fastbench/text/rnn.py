@@ -170,7 +170,7 @@ def _next_word(logits, temperature, rng):
 
 # %% ../../nbs/text/21_rnn.ipynb #2e1847eb
 def generate(learn, # A Learner of `rnn_learner`
-             prompt:str, # Where to start
+             prompt:str, # Text to continue
              n=20, # Number of words to add
              temperature=1., # Below 1: more likely words; 0: the most likely
              seed=None, # Random seed

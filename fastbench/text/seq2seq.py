@@ -42,7 +42,7 @@ def bleu(got, # Texts
 _scores = dict(rouge=rouge, bleu=bleu)
 
 class Seq2Seq(Task):
-    "Another text for a text"
+    "Write another text for a text"
     name = head = 'seq2seq'
     uneven = True
     takes = 'a text and another one to write for it'

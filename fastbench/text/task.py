@@ -93,13 +93,13 @@ def finish(self:Task, x, # Dict of a batch that a loader made with `encode`
 def target(self:Task, o, # An example
            number, # Its number, for the error
     ): # Its target; None if it has none
-    "Fail if an example cannot be, and return its target"
+    "Fail if an example is not valid, and return its target"
 
 @patch
 def check(self:Task, examples, # A list
           part='', # What they are, for the error: 'train'
     )->list: # The same
-    "Fail if an example cannot be, or has no target where others have one"
+    "Fail if an example is not valid, or has no target where others have one"
     where = f'{part}: ' if part else ''
     try: bare = [self.target(o, i) is None for i,o in enumerate(examples)]
     except UserError as e: raise UserError(f'{where}{e}') from None

@@ -25,7 +25,7 @@ from .match import item_shape, n_out_of, suited_metrics
 def _conv(c_in, c_out, stride=1, k=3): return nn.Conv2d(c_in, c_out, k, stride, k//2, bias=False)
 
 class PreactBlock(nn.Module):
-    "Norm, activation, convolution, twice, beside a shortcut"
+    "Norm, activation, convolution, twice, with a shortcut around them"
     def __init__(self, c_in, # Number of input channels
                  c_out, # Number of output channels
                  stride, # Stride of the first convolution
@@ -60,7 +60,7 @@ def _block(c_in, c_out, act, norm, pool=False):
     return nn.Sequential(_conv(c_in, c_out), *halve, norm(c_out), act())
 
 class Residual(nn.Sequential):
-    "Layers beside a shortcut"
+    "Layers with a shortcut around them"
     def forward(self, x): return x + super().forward(x)
 
 # %% ../../nbs/vision/06_small.ipynb #9a74c27c
