@@ -243,7 +243,7 @@ def same_on_all(tensors # Of the same shapes on all ranks
 
 # %% ../../nbs/machine/06_group.ipynb #fa63bc0a
 class OtherFailed(UserError):
-    "This process could go on, but another cannot"
+    "This process could continue, but another cannot"
     def __init__(self, rank=None, # Of the other process, where it is known
                  why='', # What it said
                  kind='', # The class of its error; OSError for those of the system

@@ -110,7 +110,7 @@ def write_page(path, # As for `check_page`
 # %% ../../nbs/page/05_report.ipynb #09ff7a15
 def report(*runs, # `Run`s, folders, files, ids, beginnings of ids; or lists of these
            out=None, # A file to write the page to
-           against=None, # The same, for what `runs` are compared with, as side A; None: a side is what did the same work
+           against=None, # The same, to compare `runs` with, as side A; None: a side is what did the same work
            title:str|None=None, # Title of the page; the recipes' names if None
            on=(), # Fields that are meant to differ, as for `compare`
            anyway:bool=False, # Compare what is not comparable, and say so
