@@ -163,7 +163,7 @@ class Ended(Exception):
 
 # %% ../../nbs/bench/04_processes.ipynb #quiet002
 def _quiet(command, said): # said: file for torchrun's error
-    "Return a command of torchrun that prints nothing of its own"
+    "Return a command of torchrun that prints nothing itself"
     code = ('import logging, sys, torch.distributed.run as run; logging.disable(); '
             f'sys.excepthook = lambda *e: open({str(said)!r}, "w").write(str(e[1])); run.main()')
     return [command[0], '-c', code, *command[3:]]

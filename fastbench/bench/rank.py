@@ -49,7 +49,7 @@ def check_same(own:dict, # Values that have to be equal
 
 # %% ../../nbs/bench/05_rank.ipynb #31f480f8
 def _device(asked):
-    "The device that was asked for; of a GPU without a number, this process's own"
+    "The device that was asked for; for a GPU without a number, this process's own"
     import torch
     from fastbench.machine.group import own_gpu
     if asked is None and torch.backends.mps.is_available(): return 'mps' # as fastai would

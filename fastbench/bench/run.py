@@ -268,7 +268,7 @@ def _checkpoints(learn, options, stop, tell):
 def _stopped(watch, every): return watch.stopped or bool(every and every.stopped)
 
 def _resumed(run, every):
-    "Mark a training in parts, which is no timing"
+    "Mark a training in parts, which has no timing"
     if every.failed:
         n = plural(len(every.failed), 'checkpoint')
         run.warnings.append(f'{n} could not be written ({every.failed[-1]}): a training '

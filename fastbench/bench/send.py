@@ -30,7 +30,7 @@ from ..runs.store import FOLDER, load
 # %% ../../nbs/bench/09_send.ipynb #2e41326e
 @contextmanager
 def _bare(learn):
-    "The Learner without what each process makes anew"
+    "The Learner without what each process creates again"
     opt,profilers = learn.opt,[o for o in learn.cbs if isinstance(o, Profiler)]
     learn.remove_cbs(profilers).opt = None
     try: yield learn

@@ -199,7 +199,7 @@ class Job(NamedTuple):
     "A recipe, and who starts it"
     recipe:object  # A `Recipe`
     start:object=None  # A `Starter`; None: as the recipe intends
-    about:str=''  # What stands behind its name while it runs
+    about:str=''  # What is shown after its name while it runs
 
 def _run_one(job, i, repeats, out, options):
     "The file of a Run, with its progress shown"
@@ -213,11 +213,11 @@ def _run_one(job, i, repeats, out, options):
 def run_all(todo, # Recipes; or `Job`s
             repeats, # Of each
             out, # Folder of the Runs
-            refused=None, # What of `todo` cannot run -> why, filled in
-            shuffle=False, # Later rounds in a drawn order
+            refused=None, # Filled in: what in `todo` cannot run -> why
+            shuffle=False, # Later rounds in random order
             start=None, # A `Starter`; None: as the recipe intends
             **options): # Of `launch`, or of `start`
-    "The files of the Runs, and 0, or the exit code that they do not tell of"
+    "The files of the Runs, and 0, or an exit code that the Runs do not show"
     from fastbench.compare.ladder import rounds
     from fastbench.bench.launch import Interrupted
     from fastbench.runs.unfinished import has_checkpoint

@@ -24,9 +24,9 @@ from .verdict import MIN_RUNS, t_quantile
 
 # %% ../../nbs/compare/08_doctor.ipynb #aa129350
 def pairs_needed(sd:float, # Standard deviation of log(time of b / time of a), from pair to pair
-                 effect:float, # The slowdown to be seen, a share: .05 is 5%
+                 effect:float, # The slowdown to detect, a share: .05 is 5%
                  threshold:float=.01, # What does not matter, a share, as in `compare_times`
-                 power:float=.8, # The chance to see it
+                 power:float=.8, # The chance to detect it
                  level:float=.05, # The chance of a false verdict
     )->int|None: # Pairs, `MIN_RUNS` at least; None where no number is enough
     "Number of pairs of runs needed to detect a slowdown of `effect`"
@@ -54,7 +54,7 @@ def spread(times:list # Seconds of runs of the same, in the order they ran
 # %% ../../nbs/compare/08_doctor.ipynb #83f24152
 def sight(times:list, # Seconds of runs of the same, in the order they ran
           each:float, # Seconds that a run takes in all, with its start
-          effects=(.01, .05, .10), # Slowdowns to be seen
+          effects=(.01, .05, .10), # Slowdowns to detect
     )->list: # A dict an effect: effect, threshold, pairs, low, high (pairs, by the interval of the spread), seconds
     "Number of pairs of runs that this machine needs"
     s,res = spread(times),[]
@@ -178,7 +178,7 @@ def _state_rows(before, after):
 # %% ../../nbs/compare/08_doctor.ipynb #f59b367a
 SHORT = dict(epochs=1, batches=12)  # of digits-xresnet18: seconds
 
-def trial(recipe='digits-xresnet18', # What to run; if not told, a short form of it
+def trial(recipe='digits-xresnet18', # What to run; if not given, a short form of it
           n:int=10, # Runs
           budget:float|None=None, # Seconds; no run is begun after them
           device=None, # Where; None: fastai's default
@@ -230,7 +230,7 @@ class Doctor(Table):
 # %% ../../nbs/compare/08_doctor.ipynb #2f49d67b
 def doctor(run:bool=True, # Run the trial
            n:int=10, # Runs of the trial
-           budget:float|None=None, # Seconds that the trial may begin runs for
+           budget:float|None=None, # Seconds during which the trial may begin runs
            recipe='digits-xresnet18', # What the trial runs
            device=None, # Where; None: fastai's default
            folder=None, # Keeps the Runs of the trial; None: nothing is kept

@@ -232,7 +232,7 @@ def _made_of(base, rungs):
 # %% ../../nbs/compare/05_ladder.ipynb #cbf4894b
 def rounds(todo:list, # Recipes
            repeats:int, # Of each
-           shuffle:bool=True, # All rounds but the first in a drawn order
+           shuffle:bool=True, # All rounds but the first in random order
     )->list: # (repeat, recipe)
     "What runs when"
     def order(i): return Random(i).sample(todo, len(todo)) if i and shuffle else todo

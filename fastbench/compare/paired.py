@@ -34,12 +34,12 @@ def _round(work, rng, back, clock):
     return {k: mean(v) for k,v in took.items()}
 
 # %% ../../nbs/compare/01_paired.ipynb #c2c7205e
-def time_rounds(work:dict, # Name -> a function without arguments; one that returns a float says its seconds itself
+def time_rounds(work:dict, # Name -> a function without arguments; one that returns a float reports its own seconds
                 n:int=10, # Rounds
-                warm:int=1, # Rounds before these, not counted
+                warm:int=1, # Rounds before these that are not counted
                 seed=0, # Of the order; or a `Random`
                 back:bool=True, # There and back in each round; False: once
-                budget:float|None=None, # Seconds: begin no round that would end later, after two of them
+                budget:float|None=None, # Seconds: after two rounds, begin none that would end later
                 clock=perf_counter, # Seconds
                 tell=lambda i: None, # Called with the number of rounds that are over
     )->dict: # Name -> seconds, a value a round

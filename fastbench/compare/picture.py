@@ -33,7 +33,7 @@ def _plot_changes(ax, rows, each, edge):
 def plot_compared(c, # A `Compared`
                   ax=None, # matplotlib axes; made if None
     ): # The axes
-    "Percent of time, phase by phase, with intervals; grey: no verdict; an arrow: it goes on beyond the picture"
+    "Percent of time, phase by phase, with intervals; grey: no verdict; an arrow: it continues beyond the picture"
     import matplotlib.pyplot as plt
     times = [r for r in c.rows if r['kind'] == 'time']
     if not times: raise UserError('there is nothing to draw: no time was measured on both sides')

@@ -25,8 +25,8 @@ def medians(figures:list # `Figures` of Runs that went well
 
 # %% ../../nbs/compare/04_precision.ipynb #9e51e115
 def processes_said(runs:list # `Run`s of one table
-    )->list: # Of one line; empty where each trained in one process
-    "In how many processes Runs trained, and a warning where not all in as many"
+    )->list: # One line; empty if each trained in one process
+    "In how many processes Runs trained, and a warning if the numbers differ"
     each = list(dict.fromkeys(o.processes for o in runs))
     said = ', '.join(f'{n} ({s})' if s else str(n) for n,s in each)
     last = 'times are those of the first, samples/s those of all'
@@ -41,7 +41,7 @@ def processes_said(runs:list # `Run`s of one table
 def _unique(xs): return list(dict.fromkeys(o for o in xs if o))
 
 def warned(runs:list, # `Run`s
-           several:bool=False, # Are they of different numbers of processes on purpose?
+           several:bool=False, # Do the numbers of processes differ on purpose?
     )->list: # Lines
     "Warnings of Runs, one line per kind"
     said = {}

@@ -13,7 +13,7 @@ from ..rules import is_number
 from .verdict import MIN_RUNS, compare_times, geometric, signed
 
 # %% ../../nbs/compare/02_price.ipynb #c0fe61aa
-def check_price(price # Of an hour of A, of an hour of B
+def check_price(price # Prices of an hour of A and of B
     )->list: # The two
     "Two prices above zero, or an error in one line"
     def good(o): return is_number(o) and isfinite(o) and o > 0
@@ -24,7 +24,7 @@ def check_price(price # Of an hour of A, of an hour of B
 
 def epoch_seconds(run, # A `Run`
     )->float|None: # None where it is not known how many epochs there were
-    "Wall clock of the fit by its epochs"
+    "Wall clock of the fit divided by its epochs"
     phases = run.phases
     n = phases and phases.row('fit', 'epoch').get('calls') or run.recipe.get('epochs')
     return run.seconds/n if n and run.seconds else None
@@ -42,7 +42,7 @@ def _cost(xs, ys, price, **how):
 
 def costs(a:list, # `Run`s
           b:list, # `Run`s; if paired, b[i] beside a[i]
-          price, # Of an hour of A, of an hour of B
+          price, # Prices of an hour of A and of B
           **how, # For `compare_times`: paired, threshold, level
     )->dict: # per_hour; epoch, target: a, b, ratio, low, high, verdict; None where it is not known
     "Cost of an epoch on each side, and of reaching the target"

@@ -304,11 +304,11 @@ def compare(a, # `Run`s, a folder, a file, an id, the beginning of ids; or a lis
             b, # The same, of what is judged
             anyway:bool=False, # Compare what is not comparable, and say so
             threshold:float=.01, # A share: a difference up to this does not matter
-            paired:bool|None=None, # Both lists are pairs, in order; None: as the Runs' times tell
+            paired:bool|None=None, # Both lists are pairs, in order; None: the Runs' times decide
             on=(), # Fields that are meant to differ: 'precision', 'bs', 'data.version', 'variables.OMP_NUM_THREADS'
             folder=FOLDER, # Where ids are looked up
             least:float=.001, # Phases below this share of the fit stay out
-            price=None, # Of an hour of A, of an hour of B: (0.35, 1.10) says what an epoch costs
+            price=None, # Prices of an hour of A and of B: with (0.35, 1.10) you see what an epoch costs
     )->Compared: # rows, notes, accuracy; raises `NotComparable`
     "Is `b` faster than `a`, and where?"
     (ra,na),(rb,nb) = load_side(a, folder),load_side(b, folder)

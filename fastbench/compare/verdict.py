@@ -34,7 +34,7 @@ def _beta(a, b, x):
     front = exp(lgamma(a+b) - lgamma(a) - lgamma(b) + a*log(x) + b*log1p(-x))
     return front*_fraction(a, b, x)/a if x < (a+1)/(a+b+2) else 1 - front*_fraction(b, a, 1-x)/b
 
-def t_tail(t:float, # Where
+def t_tail(t:float, # Value of the statistic
            df:float, # Degrees of freedom; need not be whole
     )->float: # From 0 to 1
     "Probability of a value above `t`"
@@ -174,7 +174,7 @@ def compare_times(a:list, # Seconds, one value a run
                   b:list, # Seconds of what is judged; if paired, b[i] ran beside a[i]
                   paired:bool=True, # Runs were interleaved in pairs on one machine; False: Welch
                   threshold:float=.01, # A share: a difference up to this does not matter
-                  level:float=.05, # Chance of a false verdict; intervals are of 1 - level
+                  level:float=.05, # Chance of a false verdict; intervals have the level 1 - level
     )->Verdict: # ratio (of b's time to a's), low, high, verdict, detectable and more
     "Compare the times of `b` with those of `a`"
     a,b,h = _clean(a, 'a'),_clean(b, 'b'),_limit(threshold)

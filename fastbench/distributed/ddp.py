@@ -27,7 +27,7 @@ _switches = dict(DYNAMO_BACKEND='learn.compile()', USE_FSDP="strategy='fsdp'", U
                  USE_MEGATRON_LM='another library')
 
 def _check_told(kwargs, learn):
-    "Refuse what Accelerate was told to do to the model and the Learner does not know of"
+    "Refuse what Accelerate was told to do to the model and the Learner does not know about"
     def told(k): return os.environ.get(f'ACCELERATE_{k}', '').lower() or 'no'
     asked = kwargs.get('mixed_precision') or told('MIXED_PRECISION')
     if asked != 'no' and asked != (have := train_precision(learn)): raise UserError(
@@ -116,7 +116,7 @@ def _with_views(kwargs):
 
 # %% ../../nbs/distributed/03_ddp.ipynb #6d1f0b22
 def _own_grads(params):
-    "Make gradients that are views tensors of their own, in the same memory"
+    "Turn gradients that are views into separate tensors, in the same memory"
     for p in params:
         if p.grad is not None and is_view(p.grad): p.grad = p.grad.detach()
     return params

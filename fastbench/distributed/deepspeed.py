@@ -102,7 +102,7 @@ def _args(opt, n, wd):
 # %% ../../nbs/distributed/03_deepspeed.ipynb #c5b8a5a5
 class Shrinking:
     "Decay weights as fastai does, which `torch.optim.SGD` cannot, and then step"
-    def step(self, closure=None): # None: as of fastai's optimizers
+    def step(self, closure=None): # None, as in fastai's optimizers
         "One step"
         for g in self.param_groups:
             for p in g['params']:

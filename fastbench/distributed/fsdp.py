@@ -50,7 +50,7 @@ def _with_own_weights(blocks, model):
 def sharded_copy(model:nn.Module, # Emptied: its weights are in the copy
                  device, # Where it trains
                  blocks=None, # Gives those of a module to bring together one at a time; None: those transformers names
-                 dtype=None # In which weights are brought together and computed with, but for batch norm; None: theirs
+                 dtype=None # In which weights are gathered and used, except for batch norm; None: theirs
     )->nn.Module:
     "Move the weights of a model into a sharded copy of it"
     same_on_all([o.data for o in (*model.parameters(), *model.buffers())])
@@ -134,7 +134,7 @@ def _dtype(learn): return next((o.dtype for o in learn.cbs if isinstance(o, Half
 
 @patch
 def during(self:FSDP, learn):
-    "Check that weights are computed with as the Learner says"
+    "Check that weights are used in the precision that the Learner says"
     if _dtype(learn) != self.dtype:
         raise UserError('half precision was switched on or off inside of the block, and the weights are shared out '
                         'already: call to_half or to_fp32 before it')

@@ -55,7 +55,7 @@ def to_distributed(self:Switches, sync_bn=True, # Batch norm over all processes,
 
 # %% ../../nbs/distributed/06_learner.ipynb #owngpu11
 def _to_own_gpu(learn):
-    "Loaders and model of a script are on the first GPU in each process, until somebody says which is whose"
+    "Move loaders and model of a script, which are on the first GPU in each process, to this process's own"
     if train_device(learn).type != 'cuda': return
     heed_srun()
     if world_size() < 2: return

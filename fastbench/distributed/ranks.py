@@ -62,7 +62,7 @@ class RankTrainer(DuringFit, DistributedTrainer):
 
 # %% ../../nbs/distributed/05_ranks.ipynb #rankitm2
 def _check_items(loaders):
-    "Refuse processes that have made their data each in its own way"
+    "Refuse processes that have each made their data differently"
     for what,told in zip(('training', 'validation'), zip(*gather([told_items(o) for o in loaders]))):
         other = next((i for i,o in enumerate(told) if o != told[0]), None)
         if other is None: continue
@@ -96,7 +96,7 @@ def switch_on(self:RankTrainer):
 
 @patch
 def before_batch(self:RankTrainer):
-    "Tell the strategy where a callback has frozen or unfrozen weights in the midst of a fit"
+    "Tell the strategy if a callback has frozen or unfrozen weights in the middle of a fit"
     if not self.training or not self.strategy.outdated(self.learn.model): return
     self.learn.model = self.strategy.wrap(self._own)
     self.at_end(self.strategy.tell_syncs(self.learn))

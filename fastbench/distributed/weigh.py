@@ -121,7 +121,7 @@ def halves_of(loss_func, # Called with outputs and targets
 # %% ../../nbs/distributed/00_weigh.ipynb #weigh007
 @patch
 def _check_mean(self:WeighShares):
-    "Say once in a fit where the weights will not be those of one process"
+    "Warn once in a fit if the weights will not be those of one process"
     learn,found = self.learn,None
     if find_bs(learn.yb) < 2: return
     self._checked = True

@@ -23,7 +23,7 @@ def draws_kept(device:torch.device # Where else numbers are drawn than on the ho
 
 # %% ../../nbs/machine/04_device.ipynb #mpsevnt1
 class MpsEvent(torch.mps.Event):
-    "An event of an Apple GPU that keeps to what those of CUDA do"
+    "An event of an Apple GPU that behaves like those of CUDA"
     def record(self, stream=None): super().record() # stream: of CUDA
     def synchronize(self): torch.mps.synchronize()
     def elapsed_time(self, end # A later one; asked once of each, as PyTorch would hang

@@ -40,7 +40,7 @@ def local_rank(
     return int(os.environ.get('LOCAL_RANK') or rank())
 
 def local_world_size(
-    )->int: # As torchrun says; 1 where nobody does
+    )->int: # As torchrun says; 1 if nobody does
     "How many of the processes share this machine"
     return max(1, int(os.environ.get('LOCAL_WORLD_SIZE') or 1))
 
@@ -73,8 +73,8 @@ def _first_host(nodes):
 
 # %% ../../nbs/machine/06_group.ipynb #e452d64e
 def of_srun(
-    )->dict: # Empty where this process is none of several that srun has started
-    "What Slurm says in its own words, in those of everybody else"
+    )->dict: # Empty unless this process is one of several that srun has started
+    "What Slurm says in its own variables, as the variables that everybody else uses"
     env = os.environ
     n = int(env.get('SLURM_STEP_NUM_TASKS') or 1)
     if n < 2 or 'SLURM_PROCID' not in env: return {}
@@ -84,7 +84,7 @@ def of_srun(
                 MASTER_PORT=env.get('MASTER_PORT') or str(port))
 
 def heed_srun():
-    "A process that srun has started knows from now on who it is"
+    "Let a process that srun has started know who it is"
     if not is_joined() and not os.environ.get('WORLD_SIZE'): os.environ.update(of_srun())
 
 # %% ../../nbs/machine/06_group.ipynb #owngpu01
@@ -130,7 +130,7 @@ def leave():
 
 # %% ../../nbs/machine/06_group.ipynb #a6c1f0d3
 def before_fork():
-    "Let the threads of a group come to rest, where Python needs it"
+    "Let the threads of a group finish, where Python needs it"
     if is_joined() and sys.version_info < (3, 11, 8): time.sleep(.005)
 
 # %% ../../nbs/machine/06_group.ipynb #13d8dc54
@@ -201,7 +201,7 @@ def _group_of(t): return host_group() if t.device.type == 'cpu' else None
 
 def start_sum(values # Numbers, or a tensor, which is added in place
     ): # Call it for the sums: a tensor, float64 where numbers were given
-    "Begin to add up over all processes; what is computed meanwhile costs no waiting"
+    "Begin to add up over all processes; you can compute meanwhile instead of waiting"
     t = values if isinstance(values, torch.Tensor) else torch.tensor([float(o) for o in values], dtype=torch.float64)
     if world_size() < 2: return lambda: t
     _check_joined()
@@ -243,7 +243,7 @@ def same_on_all(tensors # Of the same shapes on all ranks
 
 # %% ../../nbs/machine/06_group.ipynb #fa63bc0a
 class OtherFailed(UserError):
-    "This process could go on, but another cannot"
+    "This process could continue, but another cannot"
     def __init__(self, rank=None, # Of the other process, where it is known
                  why='', # What it said
                  kind='', # The class of its error; OSError for those of the system

@@ -21,7 +21,7 @@ def _own_processes(root=None):
     except psutil.Error: return []
 
 def _cpu_seconds(procs):
-    "Processor seconds of `procs` and their finished children; None on Windows, which does not tell of those"
+    "Processor seconds of `procs` and their finished children; None on Windows, which does not report those"
     if os.name == 'nt': return None
     total = 0.
     for p in procs:
@@ -46,7 +46,7 @@ def _cpu_mhz():
     return max(map(float, mhz), default=None)
 
 def _saving():
-    "What holds the clock low on purpose, in words"
+    "What keeps the clock low on purpose, in words"
     names = 'scaling_driver scaling_governor energy_performance_preference scaling_max_freq cpuinfo_max_freq'.split()
     driver,governor,prefer,now,most = (_read(CPUS/'cpu0/cpufreq'/o) for o in names)
     if governor == 'powersave' and not re.match('intel_pstate|amd.pstate', driver or ''): return 'governor powersave'
@@ -138,7 +138,7 @@ class _Between:
         self.gpus = [o.get('gpu', {}) for o in self.seen]
 
     def over(self, key, scale=1):
-        "Is a figure above its limit, of a run that took long enough to tell?"
+        "Is a figure above its limit, in a run that took long enough to tell?"
         return self.n.get(key, 0) > LIMITS[key]*scale and self.n['seconds'] > LIMITS['seconds']
 
 # %% ../../nbs/machine/04_noise.ipynb #378da620

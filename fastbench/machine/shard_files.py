@@ -19,7 +19,7 @@ from .group import OtherFailed, host_group, rank
 
 # %% ../../nbs/machine/08_shard_files.ipynb #5bae816e
 def _own_error(e, r):
-    "DCP's error, which is no `Exception`, as that of process `r`, or of another"
+    "DCP's error, which is not an `Exception`, as that of process `r`, or of another"
     if r in e.failures: return e.failures[r][0]
     first = min(e.failures)
     return OtherFailed(first, str(e.failures[first][0]))
@@ -44,7 +44,7 @@ _known |= {('pathlib._local', o) for o in ('PosixPath', 'WindowsPath')}
 
 # %% ../../nbs/machine/08_shard_files.ipynb #b92a7c8f
 class _Plain(pickle.Unpickler):
-    "Makes nothing but what DCP puts into its metadata"
+    "Create only what DCP puts into its metadata"
     def find_class(self, module, name):
         dtype = module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or (module, name) in _known: return super().find_class(module, name)
@@ -68,7 +68,7 @@ def _room_for(meta, mesh):
 def load_parts(folder, # Of `save_parts`
                mesh=None # Of `mesh_of`; None: whole tensors
     )->dict: # Name -> tensor
-    "Read what this process is to hold; it waits for no other"
+    "Read what this process is to hold, without waiting for others"
     reader = _Reader(folder)
     names = reader.read_metadata().state_dict_metadata
     res = {k: _room_for(v, mesh) for k,v in names.items()}

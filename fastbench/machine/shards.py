@@ -61,7 +61,7 @@ def parts_of(state:dict, # Whole, as an optimizer's `state_dict`
 # %% ../../nbs/machine/07_shards.ipynb #add27368
 def mesh_of(model # Of a Learner
     ): # None: this process holds it whole
-    "The processes among which a model is shared out"
+    "The processes that share a model"
     return next((p.device_mesh for p in model.parameters() if is_part(p)), None)
 
 # %% ../../nbs/machine/07_shards.ipynb #1a0a4fc7

@@ -33,7 +33,7 @@ def train_device(learn # A Learner
     return indexed(torch.device(d))
 
 # %% ../../nbs/measure/07_clock.ipynb #6d097140
-def precision_of(dtype # Of torch; None or any other: fp32
+def precision_of(dtype # A dtype of torch; None or any other: fp32
     )->str: # fp32, fp16 or bf16
     "Return what a precision is called"
     return {torch.float16: 'fp16', torch.bfloat16: 'bf16'}.get(dtype, 'fp32')

@@ -45,7 +45,7 @@ def batch_size(b # A batch: tensors in tuples, lists and dicts
 on_copy = ContextVar('fastbench_on_copy', default=None)
 
 @contextmanager
-def copying(beside:bool=False # Does it have a stream of its own, beside the computation?
+def copying(beside:bool=False # Does it have its own stream, beside the computation?
     ):
     "Announce a copy of a batch to the device"
     told = on_copy.get()

@@ -68,7 +68,7 @@ def name_bars(ax, # matplotlib axes
               kinds:dict, # What is drawn -> its colour; empty: no legend
               ncols:int=3, # Number of columns of the legend
     ):
-    "Write beside each bar what it is, and above all what the colours mean"
+    "Write beside each bar what it is, and above the bars what the colours mean"
     from matplotlib.patches import Patch
     ax.set_yticks(range(len(labels)), labels, parse_math=False)
     ax.set_ylim(len(labels)-.5, -.5)

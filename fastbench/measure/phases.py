@@ -294,7 +294,7 @@ def _si(x):
 
 # %% ../../nbs/measure/00_phases.ipynb #08a62709
 def padding(profile:Profile # Measurements
-    )->float|None: # From 0 to 1; None if the batches do not tell their number of tokens
+    )->float|None: # From 0 to 1; None if the batches do not report their number of tokens
     "Share of padding in the training batches"
     train = profile.steps['train']
     if 'slots' not in train.columns: return None  # written by an older fastbench

@@ -237,7 +237,7 @@ def _end(self:Profiler, interrupted=False):
 
 # %% ../../nbs/measure/12_profiler.ipynb #bc6e61d5
 def _loss_of(learn):
-    "The loss, of predictions alone where fastai's models of texts give more"
+    "The loss; of the predictions alone if one of fastai's text models returns more"
     if not any(isinstance(o, RNNCallback) for o in learn.cbs): return learn.loss_func
     return lambda pred,*yb: learn.loss_func(pred[0], *yb)
 
@@ -295,7 +295,7 @@ def kernels(self:Profiler
     return found and KernelTable(found)
 
 @patch(as_prop=True)
-def padding(self:Profiler): # From 0 to 1; None if the batches do not tell their tokens
+def padding(self:Profiler): # From 0 to 1; None if the batches do not report their tokens
     "Share of padding in the training batches"
     return padding_of(self.profile)
 

@@ -36,9 +36,9 @@ def is_compiled(model # A module
 def _steps_in_python(opt): return type(opt) is Optimizer
 
 # %% ../../nbs/measure/11_remedies.ipynb #b880ad24
-def model_remedies(models:list, # What trains
-                   device:torch.device, # Where it trains
-                   precision:str, # That is in effect: 'fp32'
+def model_remedies(models:list, # The models that train
+                   device:torch.device, # Where they train
+                   precision:str, # The one in effect, such as 'fp32'
     )->list: # Names, as `verdict` takes them
     "List the remedies that any loop could use for these models but does not use yet"
     convs = [o for m in models for o in _convs(m)]

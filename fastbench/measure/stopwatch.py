@@ -335,7 +335,7 @@ def _drop_step(self:Stopwatch, open:bool=False): # open: of a step that was not 
 
 @patch
 def _credit_unfinished(self:Stopwatch):
-    "Its parts are in their actions' totals, so their sum belongs into that of `step`"
+    "Its parts are in their actions' totals, so their sum belongs in that of `step`"
     inside = sum(self.row[len(HEAD):]) - self.row[Col.start] - self.row[Col.stop]
     if inside > 0: self.profile.add_outside(self.phase, 'step', inside)
 

@@ -202,7 +202,7 @@ def show(table:Table, # Table to print
 _formula = re.compile(r'\s*[=+\-@＝＋－＠]|[\t\n]')
 
 def harmless(text:str # Of a cell
-    )->str: # With a ' before it, if it begins as a formula does
+    )->str: # With a ' in front if it begins like a formula
     "Make a text that no spreadsheet runs"
     return f"'{text}" if _formula.match(text) else text
 

@@ -118,7 +118,7 @@ def _value(k, v, prefix):
     return f'var(--{_names[v.lower()]})' if v.lower() in _names else v
 
 def _adopt(el, prefix, used): # used: names that something refers to
-    "Leave of an element what a page may hold"
+    "Keep only what a page may hold of an element"
     style = re.findall('([a-z-]+): *([^;]+)', el.attrib.pop('style', ''))
     attrs = {_name(k): v for k,v in (el.attrib | dict(style)).items()}
     el.tag,el.tail,el[:] = _name(el.tag).lower(),None,[o for o in el if _name(o.tag) in _known]

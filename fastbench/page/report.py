@@ -82,7 +82,7 @@ def __repr__(self:Report):
 def _refuse(path, e):
     raise UserError(f'no report at {path}: {e.strerror}. Name another file, or see to permissions and space') from None
 
-def check_page(path, # Of a file; an older page of ours may be there, anything else not
+def check_page(path, # A file; an older page of ours may be there, anything else may not
     )->Path:
     "Return `path` if a page may be written there"
     path = Path(path)
@@ -110,8 +110,8 @@ def write_page(path, # As for `check_page`
 # %% ../../nbs/page/05_report.ipynb #09ff7a15
 def report(*runs, # `Run`s, folders, files, ids, beginnings of ids; or lists of these
            out=None, # A file to write the page to
-           against=None, # The same, of what `runs` are judged by, as side A; None: a side is what did the same work
-           title:str|None=None, # Of the page; the recipes' names if None
+           against=None, # The same, to compare `runs` with, as side A; None: a side is what did the same work
+           title:str|None=None, # Title of the page; the recipes' names if None
            on=(), # Fields that are meant to differ, as for `compare`
            anyway:bool=False, # Compare what is not comparable, and say so
            threshold:float=.01, # A share: a difference up to this does not matter
