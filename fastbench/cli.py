@@ -20,7 +20,7 @@ from .errors import UserError
 from .command.terminal import app, complain
 
 # %% ../nbs/04_cli.ipynb #97ea1ab3
-_plain = dict(int_parsing='{0!r} is no whole number', float_parsing='{0!r} is no number',
+_plain = dict(int_parsing='{0!r} is not a whole number', float_parsing='{0!r} is not a number',
               greater_than_equal='{0} is less than {ge}', greater_than='{0} is not above {gt}',
               less_than_equal='{0} is more than {le}', less_than='{0} is not below {lt}')
 

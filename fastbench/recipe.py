@@ -320,7 +320,7 @@ def _ask_finders(o):
 
 def _no_recipe(o, kind='recipe', known=_registry):
     if isinstance(o, str): raise UserError(unknown(kind, o, known, '`fastbench list` shows all'))
-    raise UserError(f'{o!r} is no recipe: give a name (`fastbench list` shows them), a Recipe, or a function that '
+    raise UserError(f'{o!r} is not a recipe: give a name (`fastbench list` shows them), a Recipe, or a function that '
                     'returns a Learner')
 
 def expand(names # Names of recipes and suites, mixed

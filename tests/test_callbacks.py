@@ -305,7 +305,7 @@ class Several(nn.Module):
 
 
 def test_flips_of_several_inputs_and_outputs():
-    "Maps are mirrored back, and what is no image is not mirrored"
+    "Maps are mirrored back, and what is not an image is not mirrored"
     torch.manual_seed(0)
     model, a, b, t, y = Several(), torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4), torch.randn(2, 2), torch.tensor([0, 1])
     (label, maps), xb = flipped(model, 3, a, t, b, y)

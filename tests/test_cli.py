@@ -115,7 +115,7 @@ def test_lines_when_piped_and_the_end(launched, monkeypatch, capsys, tmp_path):
 def test_json_alone_on_stdout(launched, monkeypatch, capsys, tmp_path):
     launched.outcome = lambda r, **kwargs: make(status='diverged', metrics=dict(valid_loss=math.nan))
     code,out,err = command(monkeypatch, capsys, 'run', 'digits-xresnet18', '--json', '--out', tmp_path)
-    d, = json.loads(out, parse_constant=lambda o: pytest.fail(f'{o} is no JSON'))
+    d, = json.loads(out, parse_constant=lambda o: pytest.fail(f'{o} is not JSON'))
     assert code == 4 and d['status'] == 'diverged' and d['rows'] == [] and d['verdict'] is None and d['metrics']['valid_loss'] == 'NaN' and 'epoch' in err
     assert load(d['path']).id == d['id']
 
@@ -202,11 +202,11 @@ def test_after_a_signal_nothing_more_is_run_and_what_is_kept_is_said(launched, m
 
 # two of them: ours, and those of a typer that checks without pydantic
 MISTAKES = [('run --foo', 'No such option'), ('run --precision fp8', 'fp8'), ('run --batch-size 0', '--batch-size'), ('run --repeats 0', ("'--repeats': 0 is less than 1", "'--repeats': 0 is not in the range x>=1")),
-            ('run --epochs x', ("'--epochs': 'x' is no whole number", "'--epochs': 'x' is not a valid integer")), ('run --sample x', ("'--sample': 'x' is no number", "'--sample': 'x' is not a valid float")), ('run --workers -1', '--workers'), ('run nosuch', "unknown recipe or suite 'nosuch'"), ('nosuch', 'nosuch'),
+            ('run --epochs x', ("'--epochs': 'x' is not a whole number", "'--epochs': 'x' is not a valid integer")), ('run --sample x', ("'--sample': 'x' is not a number", "'--sample': 'x' is not a valid float")), ('run --workers -1', '--workers'), ('run nosuch', "unknown recipe or suite 'nosuch'"), ('nosuch', 'nosuch'),
             ('run digit-xresnet18', "did you mean 'digits-xresnet18'"), ('list nosuch', 'nosuch'), ('show nosuch', 'no Runs in fastbench-runs'), ('show a b', ''),
             ('run digits-xresnet18 --out FILE', 'is a file'), ('list --out FILE', 'is a file'), ('show last --out FILE', 'is a file'),
-            ('list runs --since yesterday', "since='yesterday' is no date"), ('list --status okay', 'unknown status'), ('list runs --commit main', 'hexadecimal'),
-            ('export runs.xlsx', '.csv or .parquet'), ('export', 'FILE'), ('export no/where.csv', 'cannot be written'), ('export a.csv --until 2026-13-01', 'is no date')]
+            ('list runs --since yesterday', "since='yesterday' is not a date"), ('list --status okay', 'unknown status'), ('list runs --commit main', 'hexadecimal'),
+            ('export runs.xlsx', '.csv or .parquet'), ('export', 'FILE'), ('export no/where.csv', 'cannot be written'), ('export a.csv --until 2026-13-01', 'is not a date')]
 
 
 @pytest.mark.parametrize('args,why', MISTAKES)
@@ -293,7 +293,7 @@ def test_list_and_export_of_some(kept, monkeypatch, capsys, tmp_path):
 
 def test_suggestions_of_commands_rungs_and_recipes(tmp_path):
     for words, said in (('rum', "Did you mean 'run'? `fastbench"), ('ladder dawn-photos --rungs baselin', "did you mean 'baseline'?"), ('show digits-xresnet81', "did you mean 'digits-xresnet18'?"),
-                        (f'run digits-xresnet18 --data {tmp_path} --valid 150%', "'150%' is no share")):
+                        (f'run digits-xresnet18 --data {tmp_path} --valid 150%', "'150%' is not a share")):
         p = subprocess.run([sys.executable, '-m', 'fastbench', *words.split()], capture_output=True, text=True, cwd=tmp_path)
         assert p.returncode == 2 and said in p.stderr and p.stderr.count('\n') == 1, p.stderr
 
@@ -427,7 +427,7 @@ def test_a_refusal_is_in_the_words_of_the_command(tmp_path):
 
 
 @pytest.mark.parametrize('words', ['run digits-xresnet18', 'ladder dawn-photos', 'scale digits-xresnet18'])
-@pytest.mark.parametrize('path,why', [('nowhere/a.png', "there is no folder 'nowhere'"), ('a.txt', "'a.txt' is no picture")])
+@pytest.mark.parametrize('path,why', [('nowhere/a.png', "there is no folder 'nowhere'"), ('a.txt', "'a.txt' is not a picture")])
 def test_a_picture_is_refused_before_the_training(launched, monkeypatch, capsys, tmp_path, words, path, why):
     code,_,err = command(monkeypatch, capsys, *words.split(), '--plot', path, '--out', tmp_path)
     assert code == 2 and why in err and not launched

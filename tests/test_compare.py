@@ -94,7 +94,7 @@ def test_pairs_are_runs_that_took_turns_on_one_machine(change, paired):
 
 
 def test_pairs_that_are_none():
-    with pytest.raises(UserError, match='10 and 9 Runs are no pairs'): compare(side(), side(1, n=9), paired=True)
+    with pytest.raises(UserError, match='10 and 9 Runs are not pairs'): compare(side(), side(1, n=9), paired=True)
 
 
 def test_memory_and_accuracy():
@@ -195,7 +195,7 @@ def test_runs_that_did_not_go_well_are_left_out_and_said():
 def test_a_broken_profile_is_named():
     b = side(1)
     b[2].profile = dict(fit={})
-    with pytest.raises(UserError, match=f'{b[2].id}: this is no profile'): compare(side(), b)
+    with pytest.raises(UserError, match=f'{b[2].id}: this is not a profile'): compare(side(), b)
     for o in b: o.profile = None
     assert [(r['phase'], r['action']) for r in compare(side(), b).rows] == [('overall', 'fit')]
 
@@ -438,7 +438,7 @@ def kept(tmp_path_factory):
 
 @pytest.mark.parametrize('b,options,code,why', [('slow', [], 0, ''), ('slow', ['--fail-above', '5%'], 1, 'slower by more than 5%: train forward'), ('slow', ['--fail-above', '.3'], 0, ''), ('same', ['--fail-above', '0%'], 0, ''),
     ('noisy', ['--fail-above', '1%'], 0, ''), ('few', ['--fail-above', '5%'], 0, 'fewer than 5 runs a side'), ('bf16', [], 3, 'precision fp32 / bf16'), ('bf16', ['--on', 'precision', '--fail-above', '5%'], 0, ''),
-    ('bf16', ['--anyway'], 0, ''), ('bf16', ['--on', 'preci'], 2, 'unknown field'), ('slow', ['--fail-above', 'x'], 2, 'no share'), ('slow', ['--threshold', '-1'], 2, 'no share'), ('nothing/x', [], 4, 'is not there'), ('nosuch', [], 2, 'no Runs in')])
+    ('bf16', ['--anyway'], 0, ''), ('bf16', ['--on', 'preci'], 2, 'unknown field'), ('slow', ['--fail-above', 'x'], 2, 'not a share'), ('slow', ['--threshold', '-1'], 2, 'not a share'), ('nothing/x', [], 4, 'is not there'), ('nosuch', [], 2, 'no Runs in')])
 def test_exit_codes(kept, monkeypatch, capsys, tmp_path, b, options, code, why):
     monkeypatch.chdir(kept)
     monkeypatch.setenv('FASTBENCH_OUT', str(tmp_path/'none'))

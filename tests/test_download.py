@@ -262,7 +262,7 @@ def test_one_altered_byte_anywhere(tmp_path, mode):
 
 def test_no_archive_at_all(tmp_path):
     (tmp_path/'a').write_text('<html>Sign in to the hotel network</html>'*100)
-    with pytest.raises(DataUnavailable, match='is no archive'): unpack(tmp_path/'a', tmp_path/'set')
+    with pytest.raises(DataUnavailable, match='is not an archive'): unpack(tmp_path/'a', tmp_path/'set')
     with pytest.raises(DataUnavailable, match='none is not there'): unpack(tmp_path/'none', tmp_path/'set')
 
 
@@ -410,7 +410,7 @@ def test_an_archive_that_is_not_there(tmp_path):
 
 def test_a_text_is_no_archive(tmp_path):
     (tmp_path/'notes.zip').write_text('notes')
-    with pytest.raises(DataUnavailable, match='notes.zip is no archive') as e: unpack(tmp_path/'notes.zip', tmp_path/'out')
+    with pytest.raises(DataUnavailable, match='notes.zip is not an archive') as e: unpack(tmp_path/'notes.zip', tmp_path/'out')
     assert 'truncated' not in str(e.value)
 
 

@@ -97,7 +97,7 @@ def test_a_file_with_code_is_not_run(home):
     class Evil:
         def __reduce__(self): return os.mkdir, (str(home/'owned'),)
     torch.save(Evil(), home/'evil.pth')
-    with pytest.raises(DataUnavailable, match='no file of weights'): resnet_weights('resnet18', (home/'evil.pth').as_uri())
+    with pytest.raises(DataUnavailable, match='not a file of weights'): resnet_weights('resnet18', (home/'evil.pth').as_uri())
     assert not (home/'owned').exists()
 
 

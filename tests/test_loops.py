@@ -459,10 +459,10 @@ def test_an_error_in_a_loop_whose_iterator_lives_on():
 
 def test_a_block_that_cannot_begin_leaves_nothing():
     dl, model, opt = parts()
-    with pytest.raises(UserError, match='no optimizer'):
+    with pytest.raises(UserError, match='not an optimizer'):
         with profiling_steps(dl, model, [opt, 3]): pass
     clean(model, opt)
-    with pytest.raises(UserError, match='no model'):
+    with pytest.raises(UserError, match='not a model'):
         with profiling_steps(dl, [model, 3], opt): pass
     clean(model, opt)
 

@@ -274,7 +274,7 @@ def test_the_peak_is_of_random_numbers_and_says_tf32(gpu, monkeypatch):
 
 
 def test_a_look_at_the_loss_is_no_wait(gpu, monkeypatch):
-    "However often it looks; and a loss that is no number ends the fit"
+    "However often it looks; and a loss that is not a number ends the fit"
     now = iter(range(10**6))
     monkeypatch.setattr(run_module.time, 'monotonic', lambda: float(next(now)))
     class Count(Callback):

@@ -460,7 +460,7 @@ def test_what_a_notebook_or_script_defines_reaches_a_fresh_process(tmp_path, whi
 
 def test_what_is_no_recipe_is_named():
     for bad in (3, int, None):
-        with pytest.raises(UserError, match='no recipe'): get_recipe(bad)
+        with pytest.raises(UserError, match='not a recipe'): get_recipe(bad)
 
 
 # Suites and ladders
@@ -530,7 +530,7 @@ def test_an_epoch_without_a_batch_is_not_called_diverged(home, tmp_path):
 
 @pytest.mark.parametrize('name', ['train.py', 'train.py:make', 'digits-xresnet18'])
 def test_a_training_is_no_ladder_until_rungs_are_named(name):
-    with pytest.raises(UserError, match=f'{name} is no ladder: say what each rung changes, --rung bigger:bs=128'): ladder_recipes(name)
+    with pytest.raises(UserError, match=f'{name} is not a ladder: say what each rung changes, --rung bigger:bs=128'): ladder_recipes(name)
 
 
 def test_a_ladder_of_which_nothing_trains_says_why(home, tmp_path):

@@ -349,7 +349,7 @@ def test_bad_tables_of_files(tmp_path):
     (tmp_path/'b.csv').write_text('file;label\ncat/1.png;cat\n')
     refuses('semicolons|no column has names', data=str(tmp_path/'b.csv'))
     (tmp_path/'c.zip').write_bytes(b'PK')
-    refuses('c.zip is no table that can be read: its name ends in none of .csv', data=str(tmp_path/'c.zip'))
+    refuses('c.zip is not a table that can be read: its name ends in none of .csv', data=str(tmp_path/'c.zip'))
 
 
 def test_bad_tables_of_texts(tmp_path, monkeypatch):
@@ -401,7 +401,7 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path):
 
 def test_pickles_are_never_run(tmp_path):
     (tmp_path/'a.pkl').write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
-    refuses('no table that can be read', 'docstrings-distilbert', data=str(tmp_path/'a.pkl'))
+    refuses('not a table that can be read', 'docstrings-distilbert', data=str(tmp_path/'a.pkl'))
 
 
 # --- what a Run says

@@ -71,7 +71,7 @@ def test_a_file_goes_through_all_that_it_has_missed(third, tmp_path):
 
 
 def test_what_cannot_be_migrated_is_named(third, tmp_path):
-    for text,why in ((old(schema=1, metrics=3), 'b.json is no Run of schema 1'), (old(schema=4), 'b.json has schema 4.*up to 3.*upgrade')):
+    for text,why in ((old(schema=1, metrics=3), 'b.json is not a Run of schema 1'), (old(schema=4), 'b.json has schema 4.*up to 3.*upgrade')):
         (tmp_path/'b.json').write_text(text)
         for o in (True, False):
             with pytest.raises(UserError, match=why) as e: load(tmp_path/'b.json', profile=o)
@@ -124,7 +124,7 @@ def test_a_file_that_was_cut_off_is_told_or_shown_rightly(tmp_path):
 def test_bytes_that_are_no_text_are_told(tmp_path):
     path = save(make(error='here', status='failed', profile=profile(300)), tmp_path)
     path.write_bytes(path.read_bytes().replace(b'"here"', b'"h\xffre"'))
-    with pytest.raises(UserError, match='no text file'): load(path, profile=False)
+    with pytest.raises(UserError, match='not a text file'): load(path, profile=False)
 
 
 def test_a_run_without_its_profile_is_not_saved(tmp_path):
@@ -162,7 +162,7 @@ def test_questions(kept, asked, found): assert numbers(runs(kept, **asked)) == f
 
 
 @pytest.mark.parametrize('asked,why', [
-    (dict(since='yesterday'), "since='yesterday' is no date"), (dict(until='2026-13-01'), "until='2026-13-01' is no date"), (dict(since='2026-1-1'), 'is no date'), (dict(since=20261120), 'is no date'),
+    (dict(since='yesterday'), "since='yesterday' is not a date"), (dict(until='2026-13-01'), "until='2026-13-01' is not a date"), (dict(since='2026-1-1'), 'is not a date'), (dict(since=20261120), 'is not a date'),
     (dict(since='2026-11-20', until='2026-11-19'), 'no time lies between'), (dict(status='okay'), 'unknown status'), (dict(commit='main'), 'hexadecimal'), (dict(commit='abc'), 'four or more'),
     (dict(recipe=3), 'recipe=3 cannot be'), (dict(data=[]), 'data=.. cannot be'), (dict(device=['cpu', 1]), 'cannot be'), (dict(precision=''), 'cannot be'), (dict(last=0), 'last=0'), (dict(last=True), 'last=True')])
 def test_questions_that_cannot_be(tmp_path, asked, why):

@@ -373,7 +373,7 @@ def test_only_reports_are_replaced(tmp_path):
     r = report(made())
     for text in ('<p>a thesis', ' ', '<html><head>'):
         (tmp_path/'x.html').write_text(text)
-        with pytest.raises(UserError, match='is no report of fastbench'): r.save(tmp_path/'x.html')
+        with pytest.raises(UserError, match='is not a report of fastbench'): r.save(tmp_path/'x.html')
         assert (tmp_path/'x.html').read_text() == text
     (tmp_path/'empty.html').touch()
     assert r.save(tmp_path/'empty.html') == r.save(tmp_path/'new'/'a.html').with_name('x').parent.parent/'empty.html'
@@ -415,12 +415,12 @@ def test_command(kept):
     assert got.returncode == 0 and '11 Runs, 3 sides' in got.stdout and 'passed over' in text and 'All &lt;of&gt; them' in text
     got = command(MANY[1].id, '--against', MANY[0].id, '--out', 'runs', cwd=kept)
     assert got.returncode == 0 and 'Not comparable' in (kept/'report.html').read_text('utf-8')
-    for args, code, said in ((['nope', '--out', 'runs'], 2, 'unknown Run'), (['x/nope'], 4, 'is not there'), (['--out', 'a.html'], 2, 'names the page'), (['--out', 'runs', '--on', 'x'], 2, 'unknown field'), (['--threshold', 'x'], 2, 'no share')):
+    for args, code, said in ((['nope', '--out', 'runs'], 2, 'unknown Run'), (['x/nope'], 4, 'is not there'), (['--out', 'a.html'], 2, 'names the page'), (['--out', 'runs', '--on', 'x'], 2, 'unknown field'), (['--threshold', 'x'], 2, 'not a share')):
         got = command(*args, cwd=kept)
         assert got.returncode == code and said in got.stderr and len(got.stderr.splitlines()) == 1, got.stderr
     (kept/'report.html').write_text('mine')
     got = command('last', '--out', 'runs', cwd=kept)
-    assert got.returncode == 2 and 'is no report of fastbench' in got.stderr and (kept/'report.html').read_text() == 'mine'
+    assert got.returncode == 2 and 'is not a report of fastbench' in got.stderr and (kept/'report.html').read_text() == 'mine'
 
 
 def test_command_without_torch(kept):

@@ -457,7 +457,7 @@ BAD = dict(
     flipped=(lambda at: (at/STATE).write_bytes((at/STATE).read_bytes()[:-5000] + b'?' + (at/STATE).read_bytes()[-4999:]), r'is damaged \(the checksum of state.pt is another\)'),
     gone=(lambda at: (at/STATE).unlink(), r'is damaged \(it has no state.pt\)'),
     headless=(lambda at: (at/HEADER).unlink(), r'is damaged \(it has no header.json\)'),
-    json=(lambda at: (at/HEADER).write_text('{"format": 1, '), 'is damaged .its header.json is no JSON'),
+    json=(lambda at: (at/HEADER).write_text('{"format": 1, '), 'is damaged .its header.json is not JSON'),
     newer=(edit_header(format=2), 'has format 2, this fastbench reads 1'),
     code=(plant, 'is damaged .UnpicklingError'),
 )

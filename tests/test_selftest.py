@@ -118,11 +118,11 @@ def test_a_failed_check_is_the_exit_code(few, tmp_path):
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_checks(few, tmp_path):
-    "A file that is no report of ours is not replaced"
+    "A file that is not a report of ours is not replaced"
     from typer.testing import CliRunner
     from fastbench.command.selftest import app
     (tmp_path/'train.py').write_text('mine')
-    for page, said in (('train.py', 'train.py is there and is no report of fastbench'), ('train.py/x.html', 'train.py is a file'), ('.', 'is a folder')):
+    for page, said in (('train.py', 'train.py exists and is not a report of fastbench'), ('train.py/x.html', 'train.py is a file'), ('.', 'is a folder')):
         got = CliRunner().invoke(app, ['selftest', '--device', 'cpu', '--out', str(tmp_path/'runs'), '-o', str(tmp_path/page)])
         assert isinstance(got.exception, UserError) and said in str(got.exception) and not list(tmp_path.glob('runs/*.json'))
     assert (tmp_path/'train.py').read_text() == 'mine'

@@ -25,7 +25,7 @@ from fastbench.runs.store import NotKept, check_folder, files, find, load, load_
 def make(**kwargs): return Run(**{'recipe': dict(name='digits-xresnet18', bs=64), **kwargs})
 
 
-def strict(text): return json.loads(text, parse_constant=lambda o: pytest.fail(f'{o} is no JSON'))
+def strict(text): return json.loads(text, parse_constant=lambda o: pytest.fail(f'{o} is not JSON'))
 
 
 # JSON, both ways
@@ -80,7 +80,7 @@ def test_a_field_of_the_wrong_kind_is_named(field, tmp_path):
 
 
 def test_schemas():
-    for bad in (0, -1, True, '1', 1.): pytest.raises(UserError, from_json, json.dumps(make().as_dict() | dict(schema=bad))).match('no Run')
+    for bad in (0, -1, True, '1', 1.): pytest.raises(UserError, from_json, json.dumps(make().as_dict() | dict(schema=bad))).match('not a Run')
     pytest.raises(UserError, from_json, json.dumps(make().as_dict() | dict(schema=3)), 'new.json').match(r'new\.json has schema 3.*upgrade')
     later = from_json(json.dumps(make().as_dict() | dict(joules=12, extra=[1])))
     assert later.extra == dict(joules=12, extra=[1]) and strict(later.to_json())['joules'] == 12
@@ -263,7 +263,7 @@ def test_plain_is_strict(): assert strict(json.dumps(plain(dict(a=math.inf, b=[m
 
 @pytest.mark.parametrize('name', ['../evil', 'a/b', '.', '..', 'a\\b', '.hidden', 'C:evil', 'a\nb', 'x'*300, 5])
 def test_an_id_is_no_path(tmp_path, name):
-    with pytest.raises(UserError, match='no file name'): save(make(id=name), tmp_path/'runs')
+    with pytest.raises(UserError, match='not a file name'): save(make(id=name), tmp_path/'runs')
     assert not [*tmp_path.rglob('*.json')]
 
 

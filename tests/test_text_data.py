@@ -350,7 +350,7 @@ BAD = [
     (dict(text=['a', None, 'b', 'c'], label=[0, 1]*2), {}, 'row 1 of text is nan'),
     (dict(text=['a', 'b', float('nan'), 'c'], label=[0, 1]*2), {}, 'row 2 of text is nan'),
     (dict(text=['a', 'b', 3, 'c'], label=[0, 1]*2), {}, 'row 2 of text is 3'),
-    (dict(text=pd.Series(['a', 'b', '\ud83d', 'c'], dtype=object), label=[0, 1]*2), {}, 'row 2 of text is no valid text'),
+    (dict(text=pd.Series(['a', 'b', '\ud83d', 'c'], dtype=object), label=[0, 1]*2), {}, 'row 2 of text is not valid text'),
     (dict(text=list('abcd'), label=[0, 1, None, 1]), {}, 'row 2 has no label in column label'),
     (dict(text=list('abcd'), label=['x']*4), {}, 'has one label only'),
     (dict(txt=list('abcd'), label=[0, 1]*2), {}, "unknown column 'text'; did you mean 'txt'"),
@@ -374,7 +374,7 @@ def test_one_line_for_a_mistake(tok, cols, kwargs, says):
 
 def test_half_a_character_in_a_list(tok):
     for data in (['a', '\ud83d', 'c'], [('a', 0), ('\ud83d', 1), ('c', 0)]):
-        with pytest.raises(UserError, match='row 1 of text is no valid text'): hf_dls(data, tok, label_col=None)
+        with pytest.raises(UserError, match='row 1 of text is not valid text'): hf_dls(data, tok, label_col=None)
 
 
 def test_files_that_cannot_be_read(tok, tmp_path):
@@ -412,7 +412,7 @@ def test_stars_are_numbers_where_that_is_said(tok):
     assert made().info['labels'] == 'regression' and made(labels='single').vocab == [.5, 1.]
     with pytest.raises(UserError, match="unknown kind of labels 'numbers'"): made(labels='numbers')
     df['label'] = ['a', 'b', 'c', 'd']
-    with pytest.raises(UserError, match='column label is for a regression, and holds what is no number'): made(labels='regression')
+    with pytest.raises(UserError, match='column label is for a regression, and holds a value that is not a number'): made(labels='regression')
 
 
 def test_labels_of_all_kinds():
@@ -520,7 +520,7 @@ def test_arguments_that_cannot_be(tok, kw, why):
 def test_what_is_no_text_is_not_predicted(tok, item):
     from fastbench.text.learner import hf_learner
     learn = hf_learner(hf_dls(labelled(), tok, max_length=16, workers=0, device='cpu'), 'bert-tiny', pretrained=False)
-    with pytest.raises(UserError, match='no text') as e: learn.predict(item)
+    with pytest.raises(UserError, match='not a text') as e: learn.predict(item)
     assert '\n' not in str(e.value)
 
 

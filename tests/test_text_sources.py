@@ -131,7 +131,7 @@ def test_wikitext(wiki):
 
 # --- files
 
-@pytest.mark.parametrize('content,said', [(b'', 'empty'), (b'text,label\n', 'no row'), (b'a,b\n1,2\n', "column 'text'"), (b'text\n"a\n', 'no table'),
+@pytest.mark.parametrize('content,said', [(b'', 'empty'), (b'text,label\n', 'no row'), (b'a,b\n1,2\n', "column 'text'"), (b'text\n"a\n', 'not a table'),
                                           (b'text\ncaf\xe9\n', '0xe9 at position 8')])
 def test_bad_table(tmp_path, content, said):
     (tmp_path/'t.csv').write_bytes(content)

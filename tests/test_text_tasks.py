@@ -341,7 +341,7 @@ def test_what_predict_takes(tok):
     with learn.no_bar(): want, got = learn.predict(TEXTS[:3]), learn.predict(o for o in TEXTS[:3])
     assert [o[0] for o in got] == [o[0] for o in want] and all(torch.allclose(a[2], b[2]) for a, b in zip(want, got))
     for o in ({'text': 'ba'}, {'ba'}, b'ba', 3, None):
-        with pytest.raises(UserError, match='is no text: give a text, a list'): learn.predict(o)
+        with pytest.raises(UserError, match='is not a text: give a text, a list'): learn.predict(o)
     lm = small(hf_dls(pd.DataFrame(dict(body=TEXTS)), tok, text_col='body', label_col=None, max_length=40, workers=0, device='cpu'), 'gpt2-tiny', 'causal-lm')
     got = lm.predict(pd.DataFrame(dict(n=[1, 2], body=TEXTS[:2])), n=2)
     assert [o[0] for o in got] == [o[0] for o in lm.predict(TEXTS[:2], n=2)]

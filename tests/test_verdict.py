@@ -192,11 +192,11 @@ def test_no_spread_at_all(a, b, want, paired):
 
 
 @pytest.mark.parametrize('bad,why', [([1, math.nan], r'\[1\] is nan'), ([0, 1], r'\[0\] is 0'), ([1, -2], r'\[1\] is -2'), ([], 'empty'), ([math.inf, 1], 'inf'),
-                                     (['x', 1], 'no list of seconds'), (None, 'no list'), ([1, None], 'no list'), ([1, 2, 3], 'no pairs')])
+                                     (['x', 1], 'not a list of seconds'), (None, 'not a list'), ([1, None], 'not a list'), ([1, 2, 3], 'not pairs')])
 def test_a_mistake_is_one_line(bad, why):
     for args,name in (((bad, [1, 2]), 'a'), (([1, 2], bad), 'b')):
         with pytest.raises(UserError, match=why) as e: compare_times(*args)
-        assert '\n' not in str(e.value) and (why == 'no pairs' or str(e.value)[0] == name)
+        assert '\n' not in str(e.value) and (why == 'not pairs' or str(e.value)[0] == name)
 
 
 @pytest.mark.parametrize('threshold', [-.1, 1, 5, math.nan, 'x', None, True])

@@ -215,7 +215,7 @@ def test_xresnet50_weights_that_cannot_be_had_or_are_code(home, dls):
         def __reduce__(self): return (exec, ("raise SystemExit('code was run')",))
     (home/'models').mkdir(parents=True)
     torch.save(dict(model=Evil()), home/'models/xrn50_940.pth')
-    with pytest.raises(DataUnavailable, match='is no file of weights'): xresnet50_weights(offline=True)
+    with pytest.raises(DataUnavailable, match='is not a file of weights'): xresnet50_weights(offline=True)
 
 
 # --- normalisation

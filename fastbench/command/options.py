@@ -43,7 +43,7 @@ def share(text): # text: what was typed
     text = str(text)
     try: x = float(text.removesuffix('%'))/(100 if text.endswith('%') else 1)
     except ValueError: x = -1.
-    if not 0 <= x < 1: raise typer.BadParameter(f'{text!r} is no share: write 5% or .05')
+    if not 0 <= x < 1: raise typer.BadParameter(f'{text!r} is not a share: write 5% or .05')
     return x
 
 def given(changes): # changes: option -> value
@@ -67,7 +67,7 @@ def prices(text): # text: what was typed
     except ValueError: each = []
     if sorted(k for k,_ in each) == ['A', 'B'] and all(0 < v < float('inf') for _,v in each):
         return tuple(dict(each)[k] for k in 'AB')
-    raise typer.BadParameter(f'{text!r} is no price an hour of each side, both above zero: write A=0.35,B=1.10')
+    raise typer.BadParameter(f'{text!r} is not a price per hour for each side, both above zero: write A=0.35,B=1.10')
 
 # %% ../../nbs/command/00_options.ipynb #5b8d77c1
 _pictures = '.png', '.svg', '.pdf', '.jpg', '.jpeg', '.webp', '.eps', '.ps', '.tif', '.tiff'
@@ -76,7 +76,7 @@ def picture(text): # text: what was typed
     "A file that a picture can be saved as: asked before anything is trained"
     path = Path(text)
     if path.suffix.lower() not in _pictures:
-        raise typer.BadParameter(f"{str(path)!r} is no picture: end its name in .png, .svg or .pdf")
+        raise typer.BadParameter(f"{str(path)!r} is not a picture: end its name in .png, .svg or .pdf")
     if not path.absolute().parent.is_dir(): raise typer.BadParameter(f'there is no folder {str(path.parent)!r}')
     return path
 

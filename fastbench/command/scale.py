@@ -23,7 +23,7 @@ def _counts(text):
     "`1,2,4` as numbers"
     if isinstance(text, list): return text
     if all(o.strip().isdecimal() for o in str(text).split(',')): return [int(o) for o in str(text).split(',')]
-    raise typer.BadParameter(f'{text!r} are no numbers of processes: write 1,2,4')
+    raise typer.BadParameter(f'{text!r} are not numbers of processes: write 1,2,4')
 
 _kind = 'Divide the batch among the processes (strong), or give each process a batch of that size (weak).'
 Strong = Annotated[bool, typer.Option('--strong/--weak', help=_kind)]

@@ -291,7 +291,8 @@ def against(a, # Your own function, or its name: `train.py:make`
     recipe = get_recipe(a)
     source = getattr(recipe, 'source', None)
     if not hasattr(source, 'file'):
-        raise UserError(f'{recipe.name} is no function in a file, so it has no other commit: name one, train.py:make')
+        raise UserError(f'{recipe.name} is not a function in a file, so it has no other commit: '
+                        'name one, train.py:make')
     with at_commit(source, ref) as other:
         said = sides(source, other, ref)
         if origin(source)['sha256'] == origin(other)['sha256'] and not changes: said += '; their own files are the same'

@@ -208,7 +208,8 @@ def ladder_recipes(name, # A ladder; with `Rung`s any recipe, or a function that
     "Recipes of a ladder to train"
     if rungs and all(isinstance(o, Rung) for o in rungs): return _made_of(get_recipe(name, **changes), rungs)
     if name not in ladders() and (name in recipes() or is_own(name)):
-        raise UserError(f'{name} is no ladder: say what each rung changes, --rung bigger:bs=128 --rung lower:lr=1e-3')
+        raise UserError(f'{name} is not a ladder: say what each rung changes, '
+                        '--rung bigger:bs=128 --rung lower:lr=1e-3')
     ladder = get_ladder(name)
     own = f"{name}-{changes.get('data')}"
     if own in ladders(): ladder = get_ladder(own)

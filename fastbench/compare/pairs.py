@@ -46,7 +46,7 @@ def _good(a, b, paired):
     "The Runs that went well, whether they are pairs, and what was left out"
     duos = _pairs(a, b) if paired is None else list(zip(a, b)) if paired else None
     if paired and len(a) != len(b):
-        raise UserError(f'{len(a)} and {len(b)} Runs are no pairs: give as many of each, or paired=False')
+        raise UserError(f'{len(a)} and {len(b)} Runs are not pairs: give as many of each, or paired=False')
     why = ', '.join(dict.fromkeys('resumed: no timing' if o.resumed else o.status for o in (*a, *b) if not _ok(o)))
     for name,s in (('A', a), ('B', b)):
         if not any(map(_ok, s)):

@@ -24,8 +24,8 @@ def load_side(what, # A `Run`, a folder, a file, an id, the beginning of ids, ab
         each = [load_side(o, folder) for o in what]
         return _once([r for o,_ in each for r in o], [n for _,o in each for n in o])
     if not isinstance(what, (str, Path)):
-        raise UserError(f'{type(what).__name__} is no side of a comparison: give Runs, a folder, a file or an id')
-    if not str(what): raise UserError("'' is no side of a comparison: is a variable of the shell empty?")
+        raise UserError(f'{type(what).__name__} is not a side of a comparison: give Runs, a folder, a file or an id')
+    if not str(what): raise UserError("'' is not a side of a comparison: is a variable of the shell empty?")
     path,name = Path(what),str(what)
     if path.is_dir(): return _in_folder(path)
     if path.is_file(): return [load(path)],[]
@@ -61,7 +61,7 @@ def _in_folder(path):
 
 # %% ../../nbs/compare/02_sides.ipynb #9e05a1fc
 def _once(runs, notes=()):
-    "Each Run once: a copy of its file is no second measurement"
+    "Each Run once: a copy of its file is not a second measurement"
     own = {r.id: r for r in reversed(runs)}
     n = len(runs) - len(own)
     more = [f"passed over: {plural(n, 'copy', 'copies')} of Runs that are there already"]*bool(n)

@@ -143,7 +143,7 @@ def _robust(xs, ys=None, level=.05):
 # %% ../../nbs/compare/00_verdict.ipynb #1e4334c2
 def _clean(xs, name):
     try: xs = [float(x) for x in xs]
-    except (TypeError, ValueError): raise UserError(f'{name} cannot be compared: it is no list of seconds') from None
+    except (TypeError, ValueError): raise UserError(f'{name} cannot be compared: it is not a list of seconds') from None
     if not xs: raise UserError(f'{name} is empty: a comparison needs a value a run, {MIN_RUNS} or more for a verdict')
     for i,x in enumerate(xs):
         if not isfinite(x) or x <= 0:
@@ -179,7 +179,7 @@ def compare_times(a:list, # Seconds, one value a run
     "Compare the times of `b` with those of `a`"
     a,b,h = _clean(a, 'a'),_clean(b, 'b'),_limit(threshold)
     if paired and len(a) != len(b):
-        raise UserError(f'{len(a)} and {len(b)} runs are no pairs: give as many of each, or paired=False')
+        raise UserError(f'{len(a)} and {len(b)} runs are not pairs: give as many of each, or paired=False')
     est,se,df = effect(a, b, paired)
     pairs = [y-x for x,y in zip(a, b)]
     hl,hlo,hhi = _robust(pairs, level=level) if paired else _robust(a, b, level)

@@ -35,7 +35,7 @@ def read_rows(file:Path # Its ending decides how it is read
     import pandas as pd
     kind = file.suffix.lower()
     if kind not in _readers:
-        raise UserError(f'{file} is no table that can be read: its name ends in none of {", ".join(_readers)}')
+        raise UserError(f'{file} is not a table that can be read: its name ends in none of {", ".join(_readers)}')
     try: df = _readers[kind](pd, file)
     except ImportError:
         raise UserError(f"{file}: Parquet needs pyarrow, which is not installed: pip install 'fastbench[table]', or "

@@ -49,7 +49,7 @@ def read_utf8(file:Path # With or without a byte order mark
     "Read the text of a file"
     try: return file.read_text('utf-8-sig')
     except UnicodeDecodeError as e:
-        raise UserError(f'{file} is no UTF-8 text ({e.reason} at byte {e.start}): convert it (`iconv -t utf-8`) or '
+        raise UserError(f'{file} is not UTF-8 text ({e.reason} at byte {e.start}): convert it (`iconv -t utf-8`) or '
                         'remove it') from None
     except OSError as e: raise UserError(f'{file} cannot be read: {e.strerror}') from None
 
@@ -59,7 +59,7 @@ def _from(path, part, text_col, label_col, labelled):
     if path.suffix.lower() == '.txt' and path.is_file(): given |= dict(valid=part)
     elif not path.is_dir(): return from_text_table(path, text_col, label_col, part, labelled)
     for k,v in given.items():
-        if v is not None: raise UserError(f'{k}={v!r} has no effect: {path} is no table')
+        if v is not None: raise UserError(f'{k}={v!r} has no effect: {path} is not a table')
     if path.is_dir(): return from_folder(path, ('.txt',), 'texts', part, labelled)
     if labelled: raise UserError(f'{path} has no labels: only a language model trains on plain text')
     return from_text_file(path)

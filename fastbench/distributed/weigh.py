@@ -134,7 +134,7 @@ def _check_mean(self:WeighShares):
 
 def _name(f): return getattr(f, '__name__', None) or type(getattr(f, 'func', f)).__name__
 
-_NO_MEAN = ('several processes: the loss of a batch ({}) is {:.4g}, and its halves give {:.4g}: it is no mean over '
+_NO_MEAN = ('several processes: the loss of a batch ({}) is {:.4g}, and its halves give {:.4g}: it is not a mean over '
             'samples, so training will differ from that of one process; if it divides by something else, set '
             'learn.n_targets = lambda yb: ...')
 

@@ -160,7 +160,7 @@ def add(self:ModelHooks, undo:ExitStack, # Takes it back
     ):
     "Watch the calls of `model`"
     if not isinstance(model, nn.Module):
-        raise UserError(f'{type(model).__name__} is no model: give an nn.Module, or several in a list')
+        raise UserError(f'{type(model).__name__} is not a model: give an nn.Module, or several in a list')
     if getattr(model, '_compiled_call_impl', None) is not None:
         return wrap(undo, model, '_compiled_call_impl', self.before, self.after)
     for h in (model.register_forward_pre_hook(Hook(self.before), with_kwargs=True),
@@ -213,7 +213,7 @@ def add_optimizer(regions:Regions, # Gets the marks
     "Mark the steps of `opt` and its `zero_grad`"
     outer,opt = opt,_torch_optimizer(opt)
     if not (hasattr(opt, 'step') and hasattr(opt, 'zero_grad')):
-        raise UserError(f'{type(opt).__name__} is no optimizer: give one of torch.optim, or several in a list')
+        raise UserError(f'{type(opt).__name__} is not an optimizer: give one of torch.optim, or several in a list')
     def begin(*_): regions.enter(OPT_STEP)
     def end(*_):
         regions.worked = True

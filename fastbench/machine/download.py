@@ -210,7 +210,7 @@ def fetch(url:str, # `https:`, `http:` or `file:` address
 
 # %% ../../nbs/machine/02_download.ipynb #2db1d9ed
 class UnsafeArchive(DataUnavailable):
-    "An archive with a member that would land outside its folder, or is no plain file or folder"
+    "An archive with a member that would land outside its folder, or is not a plain file or folder"
 
 def safe_name(name:str, # A member's name, as the archive has it
               archive='the archive', # Its name, for the message
@@ -279,7 +279,7 @@ def unpack(archive, # A `.tar`, `.tar.gz`, `.tgz` or `.zip` file, known by its c
             bad = e
         else: return _strip(tmp) if strip else None
         cut = f'is truncated or damaged ({bad})'
-        what = cut if _begins_as_archive(archive) else 'is no archive (.tar, .tar.gz, .tgz, .zip)'
+        what = cut if _begins_as_archive(archive) else 'is not an archive (.tar, .tar.gz, .tgz, .zip)'
         raise DataUnavailable(f'{archive} {what}. Nothing was unpacked; remove it to download it anew') from None
     if (redo or not dest.is_dir()) and not archive.is_file():
         what = 'is a folder, no archive' if archive.is_dir() else 'is not there to be unpacked'

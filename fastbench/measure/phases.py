@@ -184,7 +184,7 @@ def to_dict(profile:Profile # Profile to write
 
 def _no_profile(e, asks='Was the file edited?'):
     what = f'it lacks {e}' if isinstance(e, KeyError) else str(e)
-    return f'this is no profile: {what}. {asks}'
+    return f'this is not a profile: {what}. {asks}'
 
 def from_dict(d:dict # Output of `to_dict`
     )->Profile: # The same profile

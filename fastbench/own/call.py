@@ -173,7 +173,7 @@ _elsewhere = dict(transformers='a Trainer of transformers is measured by trainer
 _by_itself = 'a loop of your own is measured by `with profiling_steps(loader) as prof`'
 
 def _instead(o):
-    "What to do with something that is no Learner"
+    "What to do with something that is not a Learner"
     if o is None: return ': did it forget `return learn`?'
     roots = [k.__module__.split('.')[0].replace('pytorch_lightning', 'lightning') for k in type(o).__mro__]
     how = next((v for k,v in _elsewhere.items() if k in roots), _by_itself)

@@ -18,7 +18,7 @@ def _of_toml(path):
     try: import tomllib
     except ModuleNotFoundError: import tomli as tomllib
     try: return tomllib.loads(path.read_text(encoding='utf-8')).get('suite')
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e: raise UserError(f'{path.name} is no TOML: {e}') from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e: raise UserError(f'{path.name} is not TOML: {e}') from None
 
 def _of_python(path):
     for o in parse_file(path).body:
@@ -40,7 +40,7 @@ def _entry(o, folder):
     "Make the recipe of one entry"
     o = dict(run=o) if isinstance(o, str) else o
     if not isinstance(o, dict) or not isinstance(o.get('run'), str):
-        raise UserError(f'{o!r} is no entry of a suite: write a name, or {{run = "train.py:make", bs = 128}}')
+        raise UserError(f'{o!r} is not an entry of a suite: write a name, or {{run = "train.py:make", bs = 128}}')
     name,changes = o['run'],{k: v for k,v in o.items() if k != 'run'}
     recipe = get_recipe(str(folder/name) if is_own(name) and '.py' in name else name)
     told = ' '.join(f'{k}={v}' for k,v in changes.items() if k != 'name')

@@ -94,7 +94,7 @@ def check_page(path, # A file; an older page of ours may be there, anything else
         with open(path, encoding='utf-8', errors='replace') as f: start = f.read(2000)
     except OSError as e: _refuse(path, e)
     if start and 'name="generator" content="fastbench' not in start:
-        raise UserError(f'{path} is there and is no report of fastbench: name another file, or remove it')
+        raise UserError(f'{path} exists and is not a report of fastbench: name another file, or remove it')
     return path
 
 # %% ../../nbs/page/05_report.ipynb #writepg1

@@ -42,7 +42,7 @@ def moment(text, # '2026-11-20', '2026-11-20T14:30', with a zone or without; or 
         if not isinstance(text, datetime): text = datetime.combine(text, time()) + timedelta(days=bool(end))
         return text.replace(tzinfo=timezone.utc) if text.tzinfo is None else text.astimezone(timezone.utc)
     except (TypeError, ValueError, OverflowError):
-        raise UserError(f'{name}={str(text)!r} is no date: write 2026-11-20 or 2026-11-20T14:30') from None
+        raise UserError(f'{name}={str(text)!r} is not a date: write 2026-11-20 or 2026-11-20T14:30') from None
 
 # %% ../../nbs/runs/03_query.ipynb #ad5221ba
 def _commits(run):

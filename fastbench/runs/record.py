@@ -182,7 +182,7 @@ def migrate(d:dict, # What a file holds; `schema` says of which version
                             'an older one')
         try: d = {**f(dict(d)), 'schema': v+1}
         except (LookupError, TypeError, ValueError, AttributeError) as e:
-            raise UserError(f'{name} is no Run of schema {v} ({type(e).__name__}: {e}). Was it edited?') from None
+            raise UserError(f'{name} is not a Run of schema {v} ({type(e).__name__}: {e}). Was it edited?') from None
     return d
 
 # %% ../../nbs/runs/01_record.ipynb #0d70e507
@@ -197,14 +197,14 @@ def _kind(v): return {dict: 'an object', list: 'a list', str: 'a text', type(Non
 def _checked(d, name):
     "Check that `d` can be a Run"
     if not isinstance(d, dict) or type(d.get('schema')) is not int or d['schema'] < 1 or 'recipe' not in d:
-        raise UserError(f'{name} is no Run: it has no schema and recipe. Was it written by fastbench?')
+        raise UserError(f'{name} is not a Run: it has no schema and recipe. Was it written by fastbench?')
     if d['schema'] > SCHEMA:
         raise UserError(f'{name} has schema {d["schema"]}, this fastbench reads up to {SCHEMA}: upgrade fastbench')
     d = migrate(d, name)
     d = {k: _unplain(v) if k in _numbers else v for k,v in d.items()}
     for k,kind in _kinds.items():
         if k in d and not isinstance(d[k], kind):
-            raise UserError(f'{name} is no Run: {k} cannot be {_kind(d[k])}. Was it edited?')
+            raise UserError(f'{name} is not a Run: {k} cannot be {_kind(d[k])}. Was it edited?')
     return d
 
 # %% ../../nbs/runs/01_record.ipynb #01399394
@@ -225,7 +225,7 @@ def from_json(text:str, # What `to_json` wrote
     "Read a Run from JSON"
     try: d = json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise UserError(f'{name} is no JSON ({e}): was it cut off or edited?') from None
+        raise UserError(f'{name} is not JSON ({e}): was it cut off or edited?') from None
     return _run_of(d, name)
 
 # %% ../../nbs/runs/01_record.ipynb #76653359

@@ -70,7 +70,7 @@ def save(run:Run, # What to keep
     if run._pace is not None:
         raise UserError(f'{run.id} was read without its profile, and to save it would lose that: load it whole')
     if not isinstance(run.id, str) or not _plain_name.fullmatch(run.id):
-        raise UserError(f'id={run.id!r} is no file name, and that of a Run is one: leave it out, and the Run gets one')
+        raise UserError(f'id={run.id!r} is not a file name, and that of a Run is one: leave it out, and the Run gets one')
     path = Path(folder)/f'{run.id}.json'
     try:
         write_whole(path, run.to_json())
@@ -106,7 +106,7 @@ def load(path, # A Run's file
     "Read a Run"
     path = Path(path)
     try: run = _whole(path) if profile else _beginning(path) or _without(_whole(path))
-    except UnicodeDecodeError: raise UserError(f'{path} is no text file: was it cut off or altered?') from None
+    except UnicodeDecodeError: raise UserError(f'{path} is not a text file: was it cut off or altered?') from None
     except OSError as e: raise UserError(f'{path} cannot be read: {e.strerror}') from None
     run.path = str(path)
     return run

@@ -154,7 +154,7 @@ _kinds = ['single', 'regression']
 def _as_numbers(col):
     try: return torch.tensor(pd.to_numeric(col).to_numpy(np.float32))
     except (ValueError, TypeError) as e:
-        raise UserError(f'column {col.name} is for a regression, and holds what is no number: {e}') from None
+        raise UserError(f'column {col.name} is for a regression, and holds a value that is not a number: {e}') from None
 
 # %% ../../nbs/text/13_data.ipynb #57e51a87
 def labels_of(df, # A DataFrame
@@ -302,7 +302,7 @@ class _AsText(Transform):
         if isinstance(o, str): return o
         if isinstance(o, (tuple, list)) or type(o).__name__ == 'L':
             if all(isinstance(p, str) for p in o): return [*o]
-        raise UserError(f'{o!r} is no text: drop such rows (df.dropna), or fill them')
+        raise UserError(f'{o!r} is not a text: drop such rows (df.dropna), or fill them')
 
 # %% ../../nbs/text/13_data.ipynb #3ae45774
 def HFTextBlock(tokenizer, # A tokenizer of transformers, a hub name or a folder

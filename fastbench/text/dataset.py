@@ -32,7 +32,7 @@ def check_texts(texts, # Texts, or pairs of texts
             if o.isascii(): continue
             try: o.encode()
             except UnicodeEncodeError:
-                raise UserError(f'row {i} of {name} is no valid text: it holds half a character ({o[:40]!r}). '
+                raise UserError(f'row {i} of {name} is not valid text: it holds half a character ({o[:40]!r}). '
                                 'Was the file read with another encoding?') from None
         elif not isinstance(o, str) and not _is_pair(o):
             raise UserError(f'row {i} of {name} is {o!r}, no text: drop that row (df.dropna), or fill it')

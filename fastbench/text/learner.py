@@ -81,7 +81,7 @@ def predict(self:HFLearner, item, # A text (or a pair as a tuple), a list of the
     if isinstance(item, pd.DataFrame): item = self.task.examples_of(item, _cols(self.dls))
     one = hasattr(item, '__len__') and self.task.is_one(item, _pairs(self.dls))
     if not one and (not hasattr(item, '__len__') or isinstance(item, (bytes, dict, set))):
-        raise UserError(f'{repr(item)[:60]} is no text: give a text, a list of texts, or a table')
+        raise UserError(f'{repr(item)[:60]} is not a text: give a text, a list of texts, or a table')
     items = [item] if one else item
     if not len(items): return []
     res = self.task.predict(self, items, **kwargs)

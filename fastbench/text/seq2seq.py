@@ -81,7 +81,7 @@ def target(self:Seq2Seq, o, number):
         raise UserError(f'example {number} is {repr(o)[:60]}, and no text with the one to write for it')
     res = parts[1] if len(parts) > 1 else None
     if res is None or isinstance(res, str): return res
-    raise UserError(f'example {number} has {repr(res)[:60]} to write, which is no text: drop it, or put it right')
+    raise UserError(f'example {number} has {repr(res)[:60]} to write, which is not a text: drop it, or put it right')
 
 @patch
 def collate(self:Seq2Seq, tokenizer, examples, max_length=512):

@@ -80,7 +80,7 @@ def read_text(path # A file in UTF-8
     b = Path(path).read_bytes()
     try: return b.decode('utf-8-sig')
     except UnicodeDecodeError as e:
-        raise UserError(f'{path} is no UTF-8 text: byte {b[e.start]:#04x} at position {e.start:,}. '
+        raise UserError(f'{path} is not UTF-8 text: byte {b[e.start]:#04x} at position {e.start:,}. '
                         'Convert it (`iconv -t utf-8`) or remove it') from None
 
 # %% ../../nbs/text/02_split.ipynb #be28b6c1
@@ -94,7 +94,7 @@ def read_table(path, # A CSV file
     try: df = pd.read_csv(path, header=None if bare else 0, keep_default_na=False)
     except pd.errors.EmptyDataError: raise UserError(f'{path} is empty: a table of texts has a row for each') from None
     except pd.errors.ParserError as e:
-        raise UserError(f'{path} is no table: {str(e).strip().splitlines()[-1]}') from None
+        raise UserError(f'{path} is not a table: {str(e).strip().splitlines()[-1]}') from None
     for o in cols:
         if o not in df.columns: raise UserError(f'{path}: '+unknown('column', o, [str(c) for c in df.columns]))
     if not len(df): raise UserError(f'{path} has names of columns and no row')

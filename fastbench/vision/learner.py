@@ -88,7 +88,7 @@ def xresnet50_weights(url=xresnet50_url, # Where they are published
         state = torch.load(path, map_location='cpu', weights_only=True)
         return state.get('model', state)
     except Exception as e:
-        raise DataUnavailable(f'{path} is no file of weights ({type(e).__name__}): '
+        raise DataUnavailable(f'{path} is not a file of weights ({type(e).__name__}): '
                               'remove it to download it anew, or use '
                                                  'pretrained=False') from None
 

@@ -40,7 +40,7 @@ def resnet_weights(arch:str, # One of `resnets`
     path = hub if good else fetch(url, own, offline=offline, hint=f'Or put the file at {own}', **check)
     try: return torch.load(path, map_location='cpu', weights_only=True)
     except Exception as e:
-        raise DataUnavailable(f'{path} is no file of weights ({type(e).__name__}): '
+        raise DataUnavailable(f'{path} is not a file of weights ({type(e).__name__}): '
                               'remove it to download it anew') from None
 
 # %% ../../nbs/vision/05_resnet.ipynb #f8464479
