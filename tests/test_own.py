@@ -337,7 +337,7 @@ def test_against_a_commit_each_side_has_its_own_code(repo):
 
 def test_against_leaves_nothing_behind_when_it_fails(repo):
     (repo/'train.py').write_text(TRAIN + '\ndef new(): return make()\n')
-    for name, ref, said in (('new', 'main', "unknown function of train.py at main"), ('make', 'mian', "'mian' is no commit")):
+    for name, ref, said in (('new', 'main', "unknown function of train.py at main"), ('make', 'mian', "'mian' is not a commit")):
         with pytest.raises(UserError, match=said):
             ab(f'{repo}/train.py:{name}', against=ref, folder=repo/'r', device='cpu')
     with pytest.raises(UserError, match='no parameter .depth.'):

@@ -24,7 +24,7 @@ def tf32_state(
     try: return torch.get_float32_matmul_precision(),torch.backends.cudnn.allow_tf32
     except RuntimeError: return tuple(o.fp32_precision for o in _places()) # PyTorch refuses the older names then
 
-def set_tf32_state(state:tuple # Of `tf32_state`
+def set_tf32_state(state:tuple # From `tf32_state`
     ):
     "Restore how fp32 products and convolutions are computed"
     if len(state) == 2:

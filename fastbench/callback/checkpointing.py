@@ -59,7 +59,7 @@ class GradientCheckpointing(DuringFit):
     "Compute the activations of blocks twice instead of keeping them"
     order,name = MixedPrecision.order+1,'checkpointing'
     def __init__(self,
-        every:int=1, # Checkpoint each n-th block: 1 saves the most memory, larger values cost less time
+        every:int=1, # Checkpoint every n-th block: 1 saves the most memory, larger values cost less time
         modules=None, # Modules that are blocks: a class, several, or a function of a module; None: found by structure
     ):
         if not isinstance(every, int) or every < 1:

@@ -64,9 +64,9 @@ def batch_augment(size=None, # Side of the results in pixels, or (height, width)
                   erase=0., # Chance that a rectangle of noise replaces a part of an image
                   cutout=0, # Side of a square that is blanked, pixels
                   stats=None, # Mean and standard deviation to normalise with, such as `imagenet_stats`
-                  seed=None, # Of the draws, where the loader has none of its own
+                  seed=None, # Of the draws, if the loader has no seed
     )->list: # For `batch_tfms` or `after_batch`
-    "Augmentation of whole batches, each image its own, as batch transforms"
+    "Augmentation of whole batches, different for each image, as batch transforms"
     for k,v in dict(flip=flip, erase=erase, p_affine=p_affine, p_lighting=p_lighting).items():
         if not 0 <= v <= 1: raise UserError(f'{k}={v} cannot be: a chance, from 0 to 1')
     affine = dict(max_rotate=max_rotate, min_zoom=min_zoom, max_zoom=max_zoom, max_warp=max_warp, p=p_affine)

@@ -259,7 +259,7 @@ def damaged(folder, # Of a cache
 # %% ../../nbs/draw/23_build.ipynb #a1262ca8
 def open_store(folder, # Of the cache
                items:Items, # What is in it
-               check=True, # Compare checksums, and make anew what is damaged
+               check=True, # Compare checksums, and rebuild what is damaged
                tell=print, # Called with a line about what was found
                tell_done=None, # As `tell` of `build`
                **how # As for `build`: store, workers, per_part, about
@@ -282,7 +282,7 @@ def _why(wrong, usable, version):
     return f"is damaged ({', '.join(wrong[:3])}{f' and {len(wrong)-3} more' if len(wrong) > 3 else ''})"
 
 def _set_aside(folder, keep):
-    "Whole parts stay for `build` to go on with"
+    "Whole parts stay, so that `build` can continue with them"
     with locked(lock_of(folder)):
         building = folder.parent/f'.{folder.name}.building'
         shutil.rmtree(building, ignore_errors=True)

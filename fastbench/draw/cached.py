@@ -249,7 +249,7 @@ def _same_loader(dl, data, fs):
 def cached_loader(dl, # A loader of fastai
                   whole=False, # Cut and mirror whole batches, by other draws of the same distribution
                   channels_last=False, # Of whole batches: in channels-last memory
-                  threads=None, # That cut whole batches: see `CachedDL`
+                  threads=None, # Threads that cut whole batches: see `CachedDL`
                   **kwargs # As for `cached_items`
     )->TfmdDL:
     "A loader whose items come from a cache"
@@ -279,7 +279,7 @@ def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set
            workers=None, # Processes that prepare items; None: as many as there are cores
            check=True, # Compare checksums before a cache is used
            channels_last=False, # Training batches of `whole` in channels-last memory, which is faster still
-           threads=None, # That cut batches of `whole` while others train; None: none, on a GPU one
+           threads=None, # Threads that cut batches of `whole` during training; None: none, one with a GPU
            tell=None, # Called with the items prepared so far and in all; None: a bar
     ): # The same: `DataLoaders`, a loader or a data set
     "Do everything that is not random once, and read it from disk from then on"

@@ -37,7 +37,7 @@ def uniforms(key, # A whole number: what the seed and the epoch have become
 # %% ../../nbs/draw/10_chance.ipynb #33158e31
 class BatchTransform(RandTransform):
     "A batch transform that draws separately for each image"
-    def __init__(self, seed=None, # Of the draws, where the loader has none of its own; None: PyTorch's generator
+    def __init__(self, seed=None, # Of the draws, if the loader has no seed; None: PyTorch's generator
         ):
         super().__init__()
         self.seed,self.key,self.at,self.items = seed,None,0,None
@@ -86,8 +86,8 @@ def numbers(self:BatchTransform,
 
 # %% ../../nbs/draw/10_chance.ipynb #42bb339f
 def between(u, # Numbers from 0 to 1
-            lo, # Their least value
-            hi, # And their largest
+            lo, # The least value
+            hi, # The largest value
     ): # As many
     "Return a value from `lo` to `hi`, uniformly distributed"
     return lo + (hi-lo)*u

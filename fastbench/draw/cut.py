@@ -28,7 +28,7 @@ class Crop:
     "The part of an image to cut, and how"
     size: tuple # Width and height that the box is resized to, pixels
     box: tuple # Left, top, right, bottom, pixels of the file; what lies outside is padding
-    window: tuple|None = None # Part of the resized that is kept: left, top, right, bottom; None: all
+    window: tuple|None = None # Part of the resized box that is kept: left, top, right, bottom; None: all
     mirrored: bool = False # Is the file mirrored before it is cut?
     flip: bool = False # Is the result mirrored?
     resample: int = BILINEAR # Pillow's number
@@ -137,7 +137,7 @@ class CropPlan:
 
     def draw(self, w:int, # Width of the image, pixels
              h:int, # Height
-             rng, # A `random.Random`, asked as fastai asks `random`
+             rng, # A `random.Random`, used as fastai uses `random`
         )->Crop:
         "Return the crop of an image of that size"
         c = Crop(None, None)
@@ -152,7 +152,7 @@ class _Half:
 
 # %% ../../nbs/draw/03_cut.ipynb #ad6dd6f5
 def cut_exactly(im, # A Pillow image
-                c:Crop, # What is wanted of it
+                c:Crop, # What to cut from it
     ): # uint8 (channels, height, width)
     "Cut as fastai does, with the same pixels"
     if c.mirrored: im = im.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -165,13 +165,13 @@ def cut_exactly(im, # A Pillow image
 
 # %% ../../nbs/draw/03_cut.ipynb #c74391fd
 def _outside(box, size):
-    "Does a box reach over the edge of an image?"
+    "Does a box extend beyond the edge of an image?"
     (l,t,r,b),(w,h) = box,size
     return l < 0 or t < 0 or r > w or b > h
 
 def pick_divisor(c:Crop, # What is wanted
                  size, # Width and height of the image
-                 divisors=(1, 2, 4, 8), # Those the decoder has, the least first
+                 divisors=(1, 2, 4, 8), # Those of the decoder, the smallest first
     )->int:
     "By how much the size can be divided so that the box is still as large as the result"
     (l,t,r,b),(w,h) = c.box,c.size
@@ -235,7 +235,7 @@ def cut(data, # Bytes of the file; or its pixels: uint8 (height, width, channels
         head:Header, # Of it
         c:Crop, # What is wanted
         out, # uint8 (channels, height, width): where it goes
-        decoder=decoders['pillow'], # Who decodes
+        decoder=decoders['pillow'], # The decoder
         exact=False, # Pillow's and fastai's own pixels
         name='(bytes)', # What to call the file in an error
     ):

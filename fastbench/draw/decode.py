@@ -37,12 +37,12 @@ def unreadable(what, # The file's name, or the number of the item
 # %% ../../nbs/draw/00_decode.ipynb #cdbd75ea
 class Header(NamedTuple):
     "The header of an image file"
-    format: str # 'jpeg' where it is one; else as Pillow calls it
+    format: str # 'jpeg', or Pillow's name of another format
     width: int # Pixels
     height: int # Pixels
-    plain: bool # Does every decoder of this format make the same of it?
-    height_at: int = 0 # Where the file tells its height, in bytes from its beginning; 0: it is no baseline JPEG
-    rgb: bool = False # Is it a JPEG of red, green and blue, where others hold brightness and colour?
+    plain: bool # Do all decoders of this format agree on it?
+    height_at: int = 0 # Where the file has its height, in bytes from its beginning; 0: not a baseline JPEG
+    rgb: bool = False # Is it a JPEG of red, green and blue instead of brightness and colour?
 
 # Start-of-frame segments; the three left out hold tables
 _FRAMES = {0xC0+o for o in range(16)} - {0xC4, 0xC8, 0xCC}
@@ -76,13 +76,13 @@ def read_header(data:bytes, # Of the file
 @dataclass(frozen=True)
 class Decoder:
     "A decoder and its abilities"
-    name: str # As it is asked for
+    name: str # How to ask for it
     decode: Callable # (bytes, divisor, gray) -> uint8 (height, width, channels)
-    divisors: tuple = (1,) # The size can be divided by these, the least first
-    formats: tuple = () # Those it is for; (): every one
+    divisors: tuple = (1,) # The size can be divided by these, the smallest first
+    formats: tuple = () # Those that it reads; (): every one
     exact: bool = False # Is every pixel Pillow's?
     reuses: bool = False # Does it take memory to write into, `buffer`, and height and width of the result, `size`?
-    stops: bool = False # Can it be told that a file goes on below the last row, `whole=False`?
+    stops: bool = False # Can it be told that a file continues below the last row, `whole=False`?
     shared: bool = False # Does it decode no faster with more threads?
     rgb: bool = True # Does it know JPEGs of red, green and blue?
     missing: Callable = lambda: '' # What keeps it from working here, in words; '': nothing
@@ -199,7 +199,7 @@ def _is_for(dec, head):
     return head.plain and head.format in dec.formats and small and (dec.rgb or not head.rgb)
 
 def _by(dec, data, d, gray, head, rows, scratch):
-    "What a decoder makes of a file that it is for"
+    "Decode a file that the decoder can read"
     more = {}
     if rows and dec.stops and (short := _shortened(data, head, rows, d)): (data,head),more['whole'] = short,False
     if scratch and dec.reuses:
@@ -208,10 +208,10 @@ def _by(dec, data, d, gray, head, rows, scratch):
     return dec.decode(data, d, gray, **more)
 
 def decode(data:bytes, # Of the file
-           decoder:Decoder=decoders['pillow'], # Who decodes
-           divisor:int=1, # Divide width and height by it, where the decoder can
+           decoder:Decoder=decoders['pillow'], # The decoder
+           divisor:int=1, # Divide width and height by it, if the decoder can
            gray:bool=False, # One channel
-           head:Header=None, # Of the file, where it was read already
+           head:Header=None, # Of the file, if it was read already
            name='(bytes)', # What to call the file in an error
            scratch:Scratch=None, # Memory that the pixels may stay in until the next image; None: new memory
            rows:int=0, # How many of its rows are needed, from the top; those below may be left out. 0: all

@@ -116,7 +116,7 @@ def _globals_of(f):
 @patch
 def used(self:Describer, o, # What a function looks up
          names): # All that its code names
-    "A value; of a module of one's own what is used of it"
+    "A value; of one's own module, the parts that are used"
     if not isinstance(o, types.ModuleType): return self(o)
     name,key = o.__name__,(id(o), frozenset(names))
     if name == '__main__' or _is_installed(name): return ['module', name, _version(name)]

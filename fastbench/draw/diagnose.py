@@ -51,7 +51,7 @@ def beside(dl # A fastai `DataLoader`
 
 # %% ../../nbs/draw/45_diagnose.ipynb #cd708d5b
 def _skip(dl):
-    "Steps that live on what was made before the first of them"
+    "How many of the first steps get batches that were made in advance"
     fake,ready = dl.fake_l,dl.prefetch if getattr(dl, 'threads', 0) else 0
     if fake.num_workers: ready = fake.num_workers*fake.prefetch_factor
     return min(1 + ready, max(1, len(dl)-3))

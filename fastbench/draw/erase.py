@@ -91,13 +91,13 @@ def erase_masked(x, # (n, channels, height, width), on any device
 
 # %% ../../nbs/draw/14_erase.ipynb #31592974
 class BatchErase(BatchTransform):
-    "Replace a rectangle by noise in some images of a training batch, each its own"
+    "Replace a rectangle with noise in some images of a training batch, a different one in each"
     order = 100 # as fastai's: after Normalize
     def __init__(self, p=.5, # Chance that an image loses any
                  sl=0., # Least share of the area
                  sh=.3, # Largest share
                  min_aspect=.3, # Least ratio of the sides
-                 max_count=1, # Rectangles at most; of several, each is so much smaller
+                 max_count=1, # Rectangles at most; several are smaller accordingly
                  value=None, # What is written there; None: noise with mean 0 and standard deviation 1
                  seed=None, # As for `BatchTransform`
         ):

@@ -86,13 +86,13 @@ def _name(i): return _names[i] if i < len(_names) else f'{i+1}th'
 # %% ../../nbs/draw/08_fast.ipynb #d23f3cc6
 def fast_images(dls:DataLoaders, # Of images: from a DataBlock, `ImageDataLoaders`, `vision_dls`
                 threads=None, # How many for each loader, or for each of its processes; None: one for each core
-                decoder='auto', # Who decodes; auto: the fastest that is installed, see `choose_decoder`
+                decoder='auto', # Which decoder; auto: the fastest that is installed, see `choose_decoder`
                 exact=False, # Pillow's pixels, as before; otherwise the same picture, halved while it is decoded
-                prefetch=None, # Batches made while one is used; None: as before, 2 where nothing was said
+                prefetch=None, # Batches made while one is used; None: as before, 2 if nothing was set
                 item_timeout=8., # Seconds after which an item counts as hung and is named; 0: never
                 skip_bad=False, # Leave out unreadable images, and list them; errors in `get_preds`, `test_dl`
-                processes=0, # That hold the threads, each with a Python of its own; 0: the training's process
-    )->DataLoaders: # Of the same class, with `fast`: who decodes, and why
+                processes=0, # Processes that hold the threads, each with its own Python; 0: the training's process
+    )->DataLoaders: # Of the same class, with `fast`: which decoder, and why
     "Make `DataLoaders` with the same items, order and transforms, run by threads"
     _check_loaders(dls)
     check_whole(0, processes=processes)

@@ -38,8 +38,8 @@ def sample_jpegs(n=4, # How many
 
 # %% ../../nbs/draw/01_fastest.ipynb #e9830f8d
 def time_decoders(names=None, # Of decoders; None: all that work here
-                  divisor:int=2, # Divide the size by it, where the decoder can
-                  rounds:int=15, # Turns that each has, after one that does not count
+                  divisor:int=2, # Divide the size by it, if the decoder can
+                  rounds:int=15, # Rounds for each decoder, after one that does not count
     )->dict: # name -> images a second, the fastest first
     "Measure how many JPEGs per second each decoder reads in one thread"
     if names is None: names = [o.name for o in decoders.values() if not o.missing()]
@@ -77,7 +77,7 @@ def _write(kept):
 @dataclass(frozen=True)
 class Choice:
     "The chosen decoder, and why"
-    decoder: Decoder # That was taken
+    decoder: Decoder # The one that was chosen
     why: str # In words
     def __str__(self): return f'{self.decoder.name} ({self.why})'
 
@@ -101,7 +101,7 @@ def _per_core(rates):
 # %% ../../nbs/draw/01_fastest.ipynb #nvjper04
 def choose_decoder(name='auto', # A decoder's name; auto: the fastest that is installed here
                    exact:bool=False, # Every pixel must be Pillow's
-                   again:bool=False, # Measure anew
+                   again:bool=False, # Measure again
                    shared:bool=True, # May it be one that all threads share, on a GPU? Not in a worker process
     )->Choice:
     "The decoder for a name"

@@ -56,7 +56,7 @@ def read_about(folder # Of a cache
 # %% ../../nbs/draw/20_kept.ipynb #keptsize
 def folder_bytes(folder # Any
     )->int: # Of the files in it and below
-    "Return how large a folder is; what goes while it is read is not counted"
+    "Return how large a folder is; files that disappear while it is read are not counted"
     total = 0
     for at,_,names in os.walk(folder):
         for o in names:
@@ -97,7 +97,7 @@ def lock_of(folder): # folder: of a cache
     return folder.parent/f'.{name}.lock'
 
 # %% ../../nbs/draw/20_kept.ipynb #c355de96
-def clear_caches(names=(), # What those to clear begin with; none: all
+def clear_caches(names=(), # Beginnings of the names of those to clear; none: all
                  where=None, # As for `caches_dir`
     )->list: # What was cleared
     "Remove caches"

@@ -87,7 +87,7 @@ def file(self:ImageItems, i # Number of the item
 def _category(k): return torch.Tensor.as_subclass(torch.tensor(k), TensorCategory) # nobody writes to it: it is stacked
 
 def _target(f, o, split_idx):
-    "What a transform makes of a part of an item"
+    "Apply a transform to a part of an item"
     if type(f) is Categorize and type(o) in (str, int) and f.split_idx in (None, split_idx):
         k = getattr(f.vocab, 'o2i', {}).get(o)
         if type(k) is int: return _category(k)
@@ -127,7 +127,7 @@ class _Made:
 
 # %% ../../nbs/draw/05_loader.ipynb #ldrthr01
 def threads_of_rank()->int: # At least 1
-    "How many threads a process has cores for, where several share a machine"
+    "How many threads a process has cores for, if several share a machine"
     return max(1, worker_cores()//local_world_size())
 
 # %% ../../nbs/draw/05_loader.ipynb #045d1689
@@ -137,7 +137,7 @@ class PoolDL(DrawsInThreads, SeededDL):
     told = None  # Called with the number of a station and its seconds, while stations are timed
     def __init__(self, dataset, # A `Datasets` of which a part is opened by `PILImage.create`, or `CachedItems`
                  threads=None, # How many, in each process that draws; None: one for each core; 0: none
-                 decoder='auto', # Who decodes; auto: the fastest that is installed
+                 decoder='auto', # Which decoder; auto: the fastest that is installed
                  exact=False, # Pillow's pixels at full size, resized by Pillow
                  item_timeout=8., # Seconds after which an item counts as hung; 0: never
                  skip_bad=False, # Leave out images that cannot be read, and list them in `skipped`; not in `test_dl`

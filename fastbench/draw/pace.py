@@ -31,9 +31,9 @@ from ..train.transfer import batches_on
 # %% ../../nbs/draw/40_pace.ipynb #65c3f426
 @dataclass
 class Pace:
-    "What one of many takes"
+    "What each of many steps or batches takes"
     seconds: float # Each
-    cpu: float # Seconds of processors for each, of this process and of its workers
+    cpu: float # Seconds of processors for each, in this process and its workers
     n: int # How many were measured
 
     def __add__(self, o # Another measurement of the same
@@ -54,12 +54,12 @@ def _children():
 
 # %% ../../nbs/draw/40_pace.ipynb #cfb9b60c
 class Metronome:
-    "Tells the pace of what passes by"
-    def __init__(self, seconds:float, # Measure so long
-                 skip:int=2, # Leave out so many, at least one
-                 least:int=2, # Measure so many, however long they take
+    "Measures the pace of steps or batches"
+    def __init__(self, seconds:float, # Measure for this long
+                 skip:int=2, # Leave out this many, at least one
+                 least:int=2, # Measure this many, however long they take
                  ready=lambda: None, # Waits for the device
-                 group:int=1, # They come in groups of so many, as batches of several workers do
+                 group:int=1, # They come in groups of this many, as batches of several workers do
         ):
         self.seconds,self.skip,self.least,self.ready,self.group = seconds,skip,least,ready,group
         self.seen,self.at,self.end = 0,[],None
@@ -78,12 +78,12 @@ class Metronome:
         return last
 
     def stop(self):
-        "That was the last one: what ends afterwards, such as workers, is not of it"
+        "That was the last one: what ends afterwards, such as workers, does not count"
         self.ready()
         if self.at: self.end,self.used = perf_counter(),_children() + process_time() - self.cpu
 
     def pace(self
-        )->Pace: # None where it was over too soon
+        )->Pace: # None if it was over too soon
         "What each took"
         if len(self.at) < 2: return None
         if self.end is None: self.stop()
@@ -180,7 +180,7 @@ def loader_pace(dl, # A fastai `DataLoader`
 
 # %% ../../nbs/draw/40_pace.ipynb #08d117a4
 def files_of(dl, # A fastai `DataLoader`
-             most:int=20_000, # No more than so many
+             most:int=20_000, # No more than this many
     )->list: # Paths
     "The files among the items of a loader"
     items = getattr(dl.dataset, 'items', None)
@@ -202,11 +202,11 @@ def forget_files(paths # Of files
     return bool(paths)
 
 # %% ../../nbs/draw/40_pace.ipynb #3cc9795b
-def together(step:Pace, # Of a step with a batch that is there
+def together(step:Pace, # Of a step with a batch that is ready
              loader:Pace, # Of the loader alone
              beside:bool, # Do they work beside each other?
              cores:float, # Processors that can be used
     )->float: # Seconds
-    "Measure how long a step takes with its loader"
+    "Compute how long a step takes with its loader"
     if not beside: return step.seconds + loader.seconds
     return max(step.seconds, loader.seconds, (step.cpu + loader.cpu)/cores)

@@ -150,9 +150,9 @@ def _wait(threads, batch, limit, name):
 def in_threads(batches, # Iterable of (what is being made, items)
                work, # Called with what is being made and an item: writes its part
                n:int=2, # Threads; 0: none, this one does the work when a batch is asked for
-               ahead:int=2, # Batches that are being made while one is used; 0: begun when it is asked for
+               ahead:int=2, # Batches that are being made while one is used; 0: a batch is begun when it is asked for
                piece:int=8, # Items that a thread takes at once
-               timeout:float=8., # Seconds that an item may take; 0: any
+               timeout:float=8., # Seconds that an item may take; 0: no limit
                name=str, # From an item to what it is called in an error
                hand=None, # Gets a function that begins more; None: more are begun before a batch is given
     ): # Iterator over what is being made, in order

@@ -20,7 +20,7 @@ from ..errors import UserError
 # %% ../../nbs/draw/02_seeded.ipynb #755bd566
 def item_name(dataset, # Of fastai, with `items`
               i, # Number of the item in it
-    ): # A path where the item is one, or has one; else its number
+    ): # A path if the item is one, or has one; else its number
     "Return the name of an item for an error"
     try:
         items = dataset.items
@@ -69,7 +69,7 @@ class SeededDL(DrawsByItem, NamesImage, CopiesAhead, TfmdDL):
     "A `TfmdDL` whose order and augmentation depend only on its seed, the epoch and the item"
     def __init__(self, dataset, # What to load
                  seed=None, # Of order and augmentation
-                 prefetch=2, # Batches that a process holds ready
+                 prefetch=2, # Batches that a process keeps ready
                  **kwargs):
         super().__init__(dataset, **kwargs)
         self.seed,self.prefetch = seed,prefetch

@@ -183,8 +183,8 @@ class WatchedPoolDL(Watched, PoolDL):
         with self.noted(i, thread): super()._item_into(made, row, i, *args)
 
 # %% ../../nbs/draw/07_workers.ipynb #wkload01
-def with_loaders(dls:DataLoaders, # Some
-                 loaders:list, # One in the place of each
+def with_loaders(dls:DataLoaders, # Those to copy
+                 loaders:list, # One in place of each
     )->DataLoaders: # Of the same class, with the same attributes
     "`DataLoaders` like others, with loaders of their own"
     res = type(dls)(*loaders, path=dls.path, device=loaders[0].device)

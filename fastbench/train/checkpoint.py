@@ -93,7 +93,7 @@ def _write(path, f):
 def write_tensors(path, # Of the file
                   state # Tensors, numbers, texts: see `to_plain`
     )->dict: # Its bytes and crc32
-    "Write them, synced to the disk; an `OSError` where that fails"
+    "Write them, synced to the disk; an `OSError` if that fails"
     state,counts = _tight(state),{}
     def put(file):
         counted = _Counted(file)
@@ -107,7 +107,7 @@ def write_tensors(path, # Of the file
     return counts
 
 # %% ../../nbs/train/12_checkpoint.ipynb #3c19d9e4
-def begin_checkpoint(folder, # That holds checkpoints; made where it is not there
+def begin_checkpoint(folder, # That holds checkpoints; created if missing
                      size:int, # Bytes that it needs
     )->tuple: # Its temporary folder, and its name when it is whole
     "Make the temporary folder of a checkpoint"
@@ -132,11 +132,11 @@ def end_checkpoint(tmp, # Of `begin_checkpoint`, with all its files
     _sync(path.parent)
 
 # %% ../../nbs/train/12_checkpoint.ipynb #cbdbc3c4
-def save_checkpoint(folder, # That holds checkpoints; made where it is not there
+def save_checkpoint(folder, # That holds checkpoints; created if missing
                     state:dict, # Tensors, numbers, texts: see `to_plain`
                     header:dict, # Of JSON: which training, and where in it
                     keep:int=2, # How many are left in the folder, this one included
-    )->Path: # The new one; an `OSError` where it could not be written, with all others as they were
+    )->Path: # The new one; an `OSError` if it could not be written, with all others as they were
     "Write a checkpoint, and remove old ones"
     tmp,path = begin_checkpoint(folder, tensor_bytes(state))
     try: end_checkpoint(tmp, path, dict(header, state=write_tensors(tmp/STATE, state)))
@@ -167,7 +167,7 @@ def clear(folder # That holds checkpoints
         if o.name.startswith(('.new-', '.old-')) and o.is_dir(): shutil.rmtree(o.path, ignore_errors=True)
 
 # %% ../../nbs/train/12_checkpoint.ipynb #1455bba2
-def claim(folder # That holds checkpoints; made where it is not there
+def claim(folder # That holds checkpoints; created if missing
     ): # A file, to be closed in the end; None where this system or this disk has no such locks
     "Let no other process write into `folder`; a `CheckpointError` if one does"
     try: import fcntl
@@ -190,7 +190,7 @@ def _damaged(path, why):
     return CheckpointError(f'{path} is damaged ({why}): remove it, and the one before it is used, if there is any')
 
 def read_header(path # A checkpoint
-    )->dict: # A `CheckpointError` where it is damaged, or of another version
+    )->dict: # A `CheckpointError` if it is damaged, or of another version
     "What the checkpoint is of"
     try: header = json.loads((Path(path)/HEADER).read_bytes())
     except FileNotFoundError: raise _damaged(path, f'it has no {HEADER}') from None
@@ -206,7 +206,7 @@ def read_header(path # A checkpoint
 def check_file(path, # A checkpoint
                name:str, # Of a file in it
                want:dict|None # bytes and crc32, as its header has them
-    ): # A `CheckpointError` where it is another
+    ): # A `CheckpointError` if it differs
     "Check that a file is as it was written"
     want,file = want or {},Path(path)/name
     try: size = file.stat().st_size
@@ -234,12 +234,12 @@ def whole_or_damaged(path, # A checkpoint
 def read_tensors(path, # A checkpoint
                  name:str, # Of a file in it
                  want:dict|None # bytes and crc32, as its header has them
-    ): # Tensors on the CPU; a `CheckpointError` where it is damaged
+    ): # Tensors on the CPU; a `CheckpointError` if it is damaged
     "Read the output of `write_tensors`"
     check_file(path, name, want)
     return whole_or_damaged(path, lambda: torch.load(Path(path)/name, map_location='cpu', weights_only=True))
 
 def read_state(path # A checkpoint
-    )->dict: # Tensors on the CPU; a `CheckpointError` where it is damaged
+    )->dict: # Tensors on the CPU; a `CheckpointError` if it is damaged
     "The state that was saved"
     return read_tensors(path, STATE, read_header(path).get('state'))

@@ -62,7 +62,7 @@ def _make_lean(learn):
     learn.metrics = [o.func if type(o) is AvgMetric else o for o in learn.metrics]
 
 @patch
-def bench(self:Learner, lean:bool|None=None # The lean loop; None: where the class of the Learner allows it
+def bench(self:Learner, lean:bool|None=None # Use the lean loop? None: if the class of the Learner allows it
     )->Learner: # The same object
     "Our methods for this Learner: `to_bf16` that refuses what is inert, `to_half`, `compile`, the lean loop"
     return to_bench(self, not own_loop(type(self)) if lean is None else lean)

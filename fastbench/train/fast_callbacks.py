@@ -110,9 +110,9 @@ def state_dict(self:SmoothLoss)->dict:
     return dict(val=self._val, blocks=list(self._blocks), done=self._done)
 
 @patch
-def load_state_dict(self:SmoothLoss, state:dict # Of `state_dict`
+def load_state_dict(self:SmoothLoss, state:dict # From `state_dict`
     ):
-    "Go on from there"
+    "Continue from there"
     self.reset()
     self._val,self._blocks = state['val'],state['blocks']
     self._done = self.count = state['done']
@@ -142,7 +142,7 @@ class LeanMetric(AvgMetric):
 class LeanRecorder(Recorder):
     "`Recorder` without a wait for the device at every batch"
     name = 'recorder'
-    def __init__(self, add_time=True, # Tell the time of an epoch
+    def __init__(self, add_time=True, # Report the time of an epoch
                  train_metrics=False, # Metrics of training batches, too
                  valid_metrics=True, # Metrics of the validation set
                  beta=0.98, # Of the smoothed loss
@@ -162,7 +162,7 @@ def losses(self:LeanRecorder, v): self.smooth_loss.reset()
 # %% ../../nbs/train/01_fast_callbacks.ipynb #4271a83a
 @patch
 def before_fit(self:LeanRecorder):
-    "Go on from the smooth loss of the fit before"
+    "Continue from the smooth loss of the previous fit"
     if self.smooth_loss.count: self.learn.smooth_loss = self.smooth_loss.value
     super(LeanRecorder, self).before_fit()
 

@@ -149,7 +149,7 @@ def own_preds(self:Switches, ds_idx=1, # Which set, by its number
 @patch
 def compile(self:Switches, mode=None, dynamic=None, fullgraph=False, backend='inductor',
             predictions=False): # as for `Compile`
-    "Run the model through `torch.compile` while it trains; `remove_cb(Compile)` takes it off"
+    "Run the model through `torch.compile` while it trains; `remove_cb(Compile)` removes it"
     return self.remove_cb(Compile).add_cb(Compile(mode, dynamic, fullgraph, backend, predictions))
 
 # %% ../../nbs/train/07_learner.ipynb #e32c1948

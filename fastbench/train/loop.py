@@ -35,7 +35,7 @@ def _whole(cb):
     return type(cb).__call__ is not Callback.__call__ or hasattr(type(cb), 'training') or 'training' in vars(cb)
 
 def _silent(cb):
-    "Needs it no event of a batch, because the loop leaves its marks?"
+    "Does it need no event of a batch, because the loop leaves its marks?"
     return getattr(cb if isinstance(cb, type) else type(cb), 'by_stamps', False)
 
 # %% ../../nbs/train/06_loop.ipynb #6dcd10c8

@@ -20,7 +20,7 @@ from .optimizer import TorchOptimizer
 # %% ../../nbs/train/04_muon.ipynb #44afea72
 def matmul_dtype(device:torch.device # Where matrices are multiplied
     )->torch.dtype:
-    "The fastest dtype that a few multiplications of matrices near norm one can be had in"
+    "The fastest dtype for a few multiplications of matrices near norm one"
     if device.type != 'cuda': return torch.float32
     if native_bf16(device): return torch.bfloat16
     return torch.float16 if torch.cuda.get_device_capability(device) >= (7, 0) else torch.float32

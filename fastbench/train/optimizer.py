@@ -131,7 +131,7 @@ def _shrink(self:TorchOptimizer):
 @patch
 @contextmanager
 def _told(self:TorchOptimizer):
-    "What a `GradScaler` found goes on to torch's optimizer, for one step"
+    "Pass on what a `GradScaler` found to torch's optimizer, for one step"
     told = {k: v for k,v in vars(self).items() if k in ('found_inf', 'grad_scale')}
     vars(self.opt).update(told)
     try: yield
@@ -141,7 +141,7 @@ def _told(self:TorchOptimizer):
 # %% ../../nbs/train/03_optimizer.ipynb #219a94cd
 @patch
 def _fill(self:TorchOptimizer):
-    "Fused SGD fails where some parameters of a group have momentum and others, new to it, have none"
+    "Fused SGD fails if some parameters of a group have momentum and others, new to it, have none"
     if 'momentum_buffer' not in self.slots or not self.hypers[0]['mom']: return
     for p in self._all:
         if p.grad is not None and not self.opt.state.get(p):
@@ -179,7 +179,7 @@ def _flat(self:TorchOptimizer):
 # %% ../../nbs/train/03_optimizer.ipynb #55656fa8
 @patch
 def state_dict(self:TorchOptimizer):
-    "As of fastai's optimizers, so that those can go on from it"
+    "In the format of fastai's optimizers, so that they can continue from it"
     def plain(k, v): return int(v) if k == 'step' else v
     def kept(p):
         if self.opt is None: return self._loaded.get(p, {})
@@ -191,7 +191,7 @@ def state_dict(self:TorchOptimizer):
 @patch
 def load_state_dict(self:TorchOptimizer, sd:dict # Of this optimizer, or of fastai's of the same kind
     ):
-    "Go on from `sd`"
+    "Continue from `sd`"
     def refuse(why):
         warnings.warn(f'optimizer state not loaded: {why}')
         raise UserError(f'optimizer state not loaded: {why}')

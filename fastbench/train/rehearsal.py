@@ -33,7 +33,7 @@ from .learner import BenchLearner
 
 # %% ../../nbs/train/08_rehearsal.ipynb #1fd298c3
 @contextmanager
-def rng_kept(device:torch.device # Its generator, too, where it is a GPU
+def rng_kept(device:torch.device # Its generator, too, if it is a GPU
     ):
     "Restore the state of random numbers after the block"
     state = random.getstate(),np.random.get_state()
@@ -115,7 +115,7 @@ def _those_that_matter(cbs):
 def _is_ours(learn): return all(_is_known(k) for k in type(learn).__mro__ if k is not object)
 
 def _like(learn):
-    "A Learner without anything, of the user's own class: it may take its steps in a way of its own"
+    "An empty Learner, of the user's own class, which may take its steps in its own way"
     if any(type(o).__name__ == 'GANTrainer' for o in learn.cbs):
         raise UserError('steps of a GAN cannot be tried out, since its trainer changes models between them: leave '
                         'find_batch_size and diagnose_input out')
@@ -137,7 +137,7 @@ def rehearse(learn:Learner, # Whose steps are taken
              dls, # `DataLoaders` to take them with
              *cbs, # Callbacks that watch, or end it
     )->Learner: # Another one, of the same model
-    "Fit one epoch as `learn` would; keep its model and random numbers beside this"
+    "Fit one epoch as `learn` would; the caller keeps its model and random numbers"
     if hasattr(learn.dls, 'n_inp'): dls.n_inp = learn.dls.n_inp
     same = 'loss_func opt_func lr splitter wd moms train_bn wd_bn_bias'.split()
     new = _like(learn)

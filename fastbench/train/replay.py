@@ -65,7 +65,7 @@ def _check_items(there, here, path):
 def check_same(header:dict, # Of a checkpoint
                learn, # A Learner at the beginning of a fit
                path, # Of the checkpoint
-    ): # A `UserError` where it is another training
+    ): # A `UserError` if it is another training
     "Refuse the checkpoint of another training; another number of processes may take other batches"
     there,here = header['made_of'],made_of(learn)
     if is_elsewhere(header): there = dict(there, batch_size=here['batch_size'])
@@ -95,7 +95,7 @@ class Replay:
     "Replace methods of the Learner until its fit is where it was interrupted"
     def __init__(self, learn, # At the beginning of the fit
                  header:dict, # Of the checkpoint
-                 state:dict, # Of the checkpoint, as this process is to go on
+                 state:dict, # Of the checkpoint, as this process continues
         ):
         self.learn,self.at,self.state,self.drawn,self._undo = learn,header,state,0,lambda: None
         learn._with_events = self

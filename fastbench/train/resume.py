@@ -32,17 +32,17 @@ _untrained = WeakKeyDictionary()  # Learner -> numbers of its layers before its 
 _trained_here = {}  # folder -> reference to the Learner whose fit ended there last
 
 class CheckpointEvery(Callback):
-    "Write a checkpoint of the fit every few minutes or steps; with `resume=True`, go on from the last one"
+    "Write a checkpoint of the fit every few minutes or steps; with `resume=True`, continue from the last one"
     order = -1000
     def __init__(self,
         minutes:float|None=None, # Between two checkpoints; 10 if `steps` is not given either
         steps:int|None=None, # Batches between two checkpoints
         keep:int=2, # Checkpoints that are left in the folder
         folder='checkpoints', # Where they are: below `learn.path/learn.model_dir`, or an absolute path
-        resume:bool=False, # Go on from the last checkpoint of the folder, if there is one
+        resume:bool=False, # Continue from the last checkpoint of the folder, if there is one
         signals=('SIGTERM', 'SIGUSR1'), # A checkpoint is written at the step's end, and the process ends
         stop=None, # Called after each step: True writes a checkpoint and ends the fit
-        tell=print, # Gets a line where something is to be said
+        tell=print, # Called with a line if there is something to say
     ):
         for k,v in dict(minutes=minutes, steps=steps, keep=keep).items():
             if v is not None and not (isinstance(v, (int, float)) and v > 0 and (k == 'minutes' or v == int(v))):
@@ -121,7 +121,7 @@ def _by_another(self:CheckpointEvery):
 
 @patch
 def _skip(self:CheckpointEvery, header, path):
-    "This fit was over: what it came to is in the checkpoint"
+    "This fit was finished: its result is in the checkpoint"
     if header['fit'] == self._fit:
         all_or_none(lambda: check_same(header, self.learn, path))
         set_fit_state(self.learn, read_together(path, header, self.learn)['fit'])

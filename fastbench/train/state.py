@@ -61,7 +61,7 @@ def to_plain(o # Tensors, arrays, numbers, texts; lists, tuples, dicts and `L` o
 _makes = dict(floats=lambda v: v.tolist(), scalars=lambda v: list(v.unbind()), array=lambda v: v.numpy().copy(),
               L=lambda v: L(from_plain(v)))
 
-def from_plain(o # Of `to_plain`
+def from_plain(o # From `to_plain`
     ): # Lists, tuples, dicts, arrays and `L` as they were
     "Convert back the result of `to_plain`"
     if isinstance(o, dict):
@@ -90,7 +90,7 @@ def rng_state(device=None, # The `torch.device` that trains; None: the current o
         res['own'] = _own_number(api, device)
     return res
 
-def set_rng_state(state:dict, # Of `rng_state`
+def set_rng_state(state:dict, # From `rng_state`
                   device=None # The `torch.device` that trains; None: the current one
     ):
     "Restore the random generators"
@@ -125,7 +125,7 @@ def loader_state(dl # A loader
     return own | {k: v.get_state() for k,v in _generators(dl).items()}
 
 def set_loader_state(dl, # The same loader, in another process
-                     state:dict, # Of `loader_state`
+                     state:dict, # From `loader_state`
     ):
     "Restore the state of `dl`"
     if _speaks(dl): return dl.load_state_dict(state)
@@ -180,7 +180,7 @@ def _on(o, device):
 
 @torch.no_grad()
 def set_weights(model:nn.Module, # The same model, in another process
-                state:dict, # Of `weights`
+                state:dict, # From `weights`
     ):
     "Restore the weights, in place"
     model.load_state_dict(state['model'])
@@ -204,7 +204,7 @@ def opt_state(opt, # The Learner's optimizer
 
 @torch.no_grad()
 def set_opt_state(opt, # The same kind of optimizer, of the same parameters
-                  state:dict, # Of `opt_state`
+                  state:dict, # From `opt_state`
     ):
     "Restore the optimizer"
     params = [p for p,*_ in opt.all_params()]
@@ -227,8 +227,8 @@ def metric_state(m:Metric # fastai's, or ours
     return _plain_of(vars(m), set(signature(type(m).__init__).parameters))
 
 def set_metric_state(m:Metric, # The same metric
-                     state:dict, # Of `metric_state`
-                     device='cpu', # Where the training goes on
+                     state:dict, # From `metric_state`
+                     device='cpu', # Where the training continues
     ):
     "Restore the sums of a metric"
     if _speaks(m): m.load_state_dict(from_plain(state))
@@ -273,8 +273,8 @@ def callback_state(cb # A callback
     return {k: v for k,v in dict(plain=plain, metrics=metrics, log=log and Path(log.name).read_text()).items() if v}
 
 def set_callback_state(cb, # The same callback
-                       state:dict, # Of `callback_state`
-                       device='cpu', # Where the training goes on
+                       state:dict, # From `callback_state`
+                       device='cpu', # Where the training continues
     ):
     "Restore the state of a callback"
     if 'own' in state: cb.load_state_dict(from_plain(state['own']))
@@ -336,13 +336,13 @@ def _set_callbacks(learn, states, device):
     for k,s in states.items(): set_callback_state(have[k], s, device)
 
 def set_loaders(learn, # The Learner
-                states:list, # Of `loader_state`, one a loader
+                states:list, # From `loader_state`, one a loader
     ):
     "Restore the loaders"
     for dl,s in zip(loaders_of(learn), states): set_loader_state(dl, from_plain(s))
 
 def set_fit_state(learn, # A Learner made in the same way, in a fit
-                  state:dict, # Of `fit_state`
+                  state:dict, # From `fit_state`
     ):
     "Restore a fit, so that its next step is the one after `state`"
     set_weights(own_model(learn.model), state['weights'])
@@ -357,8 +357,8 @@ def set_fit_state(learn, # A Learner made in the same way, in a fit
     set_rng_state(from_plain(state['rng']), device)
 
 # %% ../../nbs/train/11_state.ipynb #fdb9cd16
-def fit_in(state:dict, # Of `fit_state`, read from a disk
-           learn, # The Learner that is to go on
+def fit_in(state:dict, # From `fit_state`, read from a disk
+           learn, # The Learner that continues
     )->dict: # For `set_fit_state`
     "Cut whole tensors as the weights of `learn` are, and leave out callbacks that it does not have"
     model,have = own_model(learn.model),dict(_named(learn.cbs))

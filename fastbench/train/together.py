@@ -66,7 +66,7 @@ def save_together(folder, # That holds checkpoints, and that all processes see
                   state:dict, # Of this process: fit and start
                   header:dict, # Of JSON: which training, and where in it
                   keep:int=2, # How many are left in the folder, this one included
-    )->Path: # The new one; an error in all processes where one could not write, with all others as they were
+    )->Path: # The new one; an error in all processes if one could not write, with all others as they were
     "Write the checkpoint of all processes; a process alone writes one file"
     plain = take_parts(state, parts := {})
     if world_size() == 1 and not parts: return save_checkpoint(folder, state, header, keep)
@@ -115,8 +115,8 @@ def _read(path, header, learn):
 # %% ../../nbs/train/13_together.ipynb #ce3f9d68
 def read_together(path, # A checkpoint
                   header:dict, # Its own
-                  learn, # The Learner that goes on, in a fit
-    )->dict: # As this process is to go on; an error in all where one of them cannot read
+                  learn, # The Learner that continues, in a fit
+    )->dict: # As this process continues; an error in all if one of them cannot read
     "Read the checkpoint of any number of processes"
     box = {}
     def read():

@@ -48,7 +48,7 @@ def _is_gpu(device): return torch.device(device).type == 'cuda' and defaults.use
 
 def put(b, # A batch: tensors in tuples, lists and dicts
         device, # Where to; None: nowhere
-    ): # It, there; on a GPU it may be still on its way
+    ): # The batch there; on a GPU it may still be on its way
     "Copy a batch to a device; the host does not wait for a GPU"
     if device is None: return b
     if not _is_gpu(device): return to_device(b, device)
