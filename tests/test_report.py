@@ -379,7 +379,7 @@ def test_only_reports_are_replaced(tmp_path):
     assert r.save(tmp_path/'empty.html') == r.save(tmp_path/'new'/'a.html').with_name('x').parent.parent/'empty.html'
     r.save(tmp_path/'new'/'a.html')
     with pytest.raises(UserError, match='is a folder'): r.save(tmp_path)
-    with pytest.raises(UserError, match='is no report'): report('no such run', out=tmp_path/'x.html')  # said before any work
+    with pytest.raises(UserError, match='is not a report'): report('no such run', out=tmp_path/'x.html')  # said before any work
     with pytest.raises(UserError, match='no report at'): r.save(tmp_path/'x.html'/'y.html')
 
 
@@ -389,7 +389,7 @@ def test_what_cannot_be_reported(tmp_path):
     with pytest.raises(UserError, match='stands on both sides'): report(MANY, against=MANY[0])
     with pytest.raises(UserError, match='unknown field'): report(MANY, on='presicion')
     with pytest.raises(DataUnavailable): report(tmp_path/'nowhere')
-    with pytest.raises(UserError, match='int is no side'): report(3)
+    with pytest.raises(UserError, match='int is not a side'): report(3)
 
 
 def test_same_run_twice_is_one(): assert len(report(MANY[0], [MANY[0], MANY[2]]).runs) == 2

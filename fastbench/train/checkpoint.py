@@ -194,7 +194,7 @@ def read_header(path # A checkpoint
     "What the checkpoint is of"
     try: header = json.loads((Path(path)/HEADER).read_bytes())
     except FileNotFoundError: raise _damaged(path, f'it has no {HEADER}') from None
-    except ValueError as e: raise _damaged(path, f'its {HEADER} is no JSON: {e}') from None
+    except ValueError as e: raise _damaged(path, f'its {HEADER} is not JSON: {e}') from None
     if not isinstance(header, dict) or type(header.get('format')) is not int:
         raise _damaged(path, f'its {HEADER} names no format')
     if header['format'] != FORMAT:
