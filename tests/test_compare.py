@@ -203,7 +203,7 @@ def test_a_broken_profile_is_named():
 def test_a_run_is_not_compared_with_itself():
     with pytest.raises(UserError, match='stands on both sides'): compare(side(), [*side(1, n=9), make()])
     with pytest.raises(UserError, match='empty'): compare([], side())
-    with pytest.raises(UserError, match='int is no side'): compare(1, 2)
+    with pytest.raises(UserError, match='int is not a side'): compare(1, 2)
 
 
 # What is comparable
