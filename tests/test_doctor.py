@@ -181,7 +181,7 @@ def test_command(launched, monkeypatch, capsys):
     assert code == 0 and 'trial was left out' in out and len(launched) == 5
 
 
-@pytest.mark.parametrize('args, why', [('--runs 3', '--runs'), ('--budget soon', 'is no time'), ('--recipe nosuch', 'nosuch')])
+@pytest.mark.parametrize('args, why', [('--runs 3', '--runs'), ('--budget soon', 'is not a time'), ('--recipe nosuch', 'nosuch')])
 def test_mistakes(launched, monkeypatch, capsys, args, why):
     code,out,err = command(monkeypatch, capsys, *args.split())
     assert code == 2 and why in err and 'Traceback' not in err and not launched
