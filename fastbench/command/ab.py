@@ -24,7 +24,7 @@ from .terminal import app, complain, example, names_like, progress, say
 def _time(text):
     "`90s`, `10m`, `1h` or `90` as seconds"
     found = re.fullmatch(r'(\d+(?:\.\d+)?)\s*(s|sec|m|min|h|)', str(text).strip())
-    if not found or not float(found[1]): raise typer.BadParameter(f'{text!r} is no time: write 90s, 10m or 1h')
+    if not found or not float(found[1]): raise typer.BadParameter(f'{text!r} is not a time: write 90s, 10m or 1h')
     return float(found[1])*dict(m=60, min=60, h=3600).get(found[2], 1)
 
 # %% ../../nbs/command/07_ab.ipynb #5fcaf2a5
