@@ -33,13 +33,21 @@ def _plainly(e):
     return said.replace(' '.join(e.message.split()).rstrip('.'), own)
 
 # %% ../nbs/04_cli.ipynb #32927ea5
+_fields = {f'--{o}': o for o in 'epochs batches precision sample workers seed data'.split()} | {'--batch-size': 'bs'}
+
+def _as_field(e, ctx):
+    "What to write where an option of `run` is a field to `ab`"
+    field = _fields.get(getattr(e, 'option_name', None))
+    if not field or ctx is None or ctx.info_name != 'ab': return None
+    return f'No such option: {e.option_name}: --both {field}=... sets it for A and B, --set {field}=... for B alone'
+
 _Misused = next(o for o in typer.BadParameter.__mro__ if o.__name__ == 'ClickException')
 
 def _misused(e):
     ctx = getattr(e, 'ctx', None)
     if type(e).__name__ == 'NoArgsIsHelpError': print(ctx.get_help())
     else:
-        said,command = _plainly(e),ctx.command_path if ctx else 'fastbench'
+        said,command = _as_field(e, ctx) or _plainly(e),ctx.command_path if ctx else 'fastbench'
         said += '' if said.endswith('?') else '.'
         print(f'fastbench: {said} `{command} --help` shows what there is', file=sys.stderr)
     return e.exit_code

@@ -206,6 +206,7 @@ MISTAKES = [('run --foo', 'No such option'), ('run --precision fp8', 'fp8'), ('r
             ('run digit-xresnet18', "did you mean 'digits-xresnet18'"), ('list nosuch', 'nosuch'), ('show nosuch', 'no Runs in fastbench-runs'), ('show a b', ''),
             ('run digits-xresnet18 --out FILE', 'is a file'), ('list --out FILE', 'is a file'), ('show last --out FILE', 'is a file'),
             ('list runs --since yesterday', "since='yesterday' is not a date"), ('list --status okay', 'unknown status'), ('list runs --commit main', 'hexadecimal'),
+            ('ab digits-xresnet18 --epochs 2', '--both epochs=... sets it for A and B, --set epochs=... for B alone'), ('ab digits-xresnet18 --batch-size 8', '--both bs=...'), ('ab digits-xresnet18 --foo', 'No such option'),
             ('export runs.xlsx', '.csv or .parquet'), ('export', 'FILE'), ('export no/where.csv', 'cannot be written'), ('export a.csv --until 2026-13-01', 'is not a date')]
 
 

@@ -191,3 +191,8 @@ def test_every_field_acts_or_is_refused(name, as_it_is):
 
 def test_the_learner_as_it_is_can_be_told(as_it_is):
     assert seen(bench_learner('digits-xresnet18', device='cpu', workers=0)) == as_it_is
+
+
+@pytest.mark.parametrize('given', ['digits-xresnet18', None, 3])
+def test_but_names_what_is_not_a_recipe(given):
+    with pytest.raises(UserError, match=f'^{given!r} is not a Recipe.*get_recipe'): but(given, epochs=1)
