@@ -291,3 +291,12 @@ def test_data_without_a_length():
         def __iter__(self): return iter([(torch.zeros(4), 0)]*80)
     learn = Learner(DataLoaders(*[DataLoader(Endless(), bs=8, num_workers=0)]*2), nn.Linear(4, 2), loss_func=nn.CrossEntropyLoss())
     assert learn.find_batch_size(max=32) == 32
+
+
+def test_what_a_loader_of_ones_own_calls_n_is_not_its_samples():
+    "As a plain class whose `n` counts batches"
+    class Batches:
+        n = 3
+        def __len__(self): return self.n
+        def __iter__(self): yield from [(torch.randn(8, 4), torch.randn(8, 1))]*self.n
+    assert Learner(DataLoaders(Batches(), Batches()), nn.Linear(4, 1), nn.MSELoss()).find_batch_size(max=64) == 64

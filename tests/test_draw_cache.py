@@ -33,7 +33,7 @@ from fastai.torch_core import TensorCategory, TensorImage, set_seed
 from fastai.vision.augment import FlipItem, RandomResizedCrop, Resize
 from fastai.vision.core import PILImage, PILImageBW, imagenet_stats
 from fastai.vision.data import ImageBlock, ImageDataLoaders, MaskBlock
-from fasttransform import Transform
+from fasttransform import DisplayedTransform, Transform
 from PIL import Image
 from scipy.stats import ks_2samp
 from torch import nn
@@ -471,7 +471,7 @@ class Shifted(Transform):
 
 
 SOURCE = '''
-from fasttransform import Transform
+from fasttransform import DisplayedTransform, Transform
 from fastai.vision.core import PILImage
 CONSTANT = {constant}
 def helper(x): return x + {number}
@@ -635,6 +635,43 @@ def test_files_labels_and_order_are_part_of_the_key(pets, tmp_path):
     Image.fromarray(np.zeros((60, 60, 3), 'uint8')).save(f)
     assert use(moved)[0] != first[0]
     assert fingerprint_items(['a', 'b']) != fingerprint_items(['b', 'a'])
+
+
+class Named:
+    "Images of a data set of one's own, which knows their names and their folder, or their paths"
+    def __init__(self, names, folder=''): self.names, self.folder = names, folder
+    def __len__(self): return len(self.names)
+    def __getitem__(self, i): return PILImage.create(Path(self.folder)/self.names[i]).resize((8, 8)), i % 2
+
+
+@pytest.mark.parametrize('how', ['paths', 'strings', 'array', 'folder', 'ImageFolder'])
+def test_a_file_that_a_data_set_of_ones_own_names_is_part_of_the_key(pets, tmp_path, how):
+    "One that was replaced is not read from an old cache"
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+    files = sorted_files(pets)
+    data = dict(paths=Named(files), strings=Named([*map(str, files)]), array=Named(np.array([*map(str, files)])),
+                folder=Named([str(o.relative_to(pets)) for o in files], str(pets)),
+                ImageFolder=ImageFolder(pets, v2.Compose([v2.ToImage(), v2.Resize((8, 8)), v2.ToDtype(torch.float32, scale=True)])))[how]
+    def first(): return np.asarray(cached(data, tmp_path/'c', workers=0)[0][0]).astype(float)
+    before = first()
+    assert np.array_equal(before, first()) and len(folders(tmp_path/'c')) == 1
+    Image.new('RGB', (60, 60), (255, 0, 0)).save(files[0])
+    assert np.array_equal(first(), np.asarray(data[0][0]).astype(float)) and not np.array_equal(first(), before)
+
+
+def test_types_of_numbers_can_be_told():
+    "As of torchvision's `ToDtype`, and numbers of NumPy in the vocabulary of labels"
+    of = [torch.float32, torch.float16, torch.device('cpu'), torch.channels_last, np.dtype('int8'), np.int64(1), np.int64(2), np.float32(1), range(3), slice(1)]
+    assert len({fingerprint(describe(partial(sorted, o))) for o in of}) == len(of)
+    assert fingerprint(describe(partial(sorted, [np.int64(1)]))) == fingerprint(describe(partial(sorted, [np.int64(1)])))
+
+
+def test_an_error_does_not_show_half_of_the_settings(pets, tmp_path):
+    class Shown(DisplayedTransform):
+        def __init__(self, rng): self.rng = rng
+        def encodes(self, x: PILImage): return x
+    one_line(lambda: cached(make(pets, [Shown(random.Random(1)), Resize(32)]), tmp_path/'c', workers=0), '^the transform Shown cannot be cached')
 
 
 def test_a_changed_transform_never_reads_an_old_cache(pets, tmp_path):
@@ -957,6 +994,18 @@ def test_loaders_of_pytorch_are_refused_in_one_line(whole):
         assert '\n' not in str(e.value)
 
 
+@pytest.mark.parametrize('make_fast', [cached, fast_images])
+def test_loaders_without_a_data_set_are_refused_in_one_line(make_fast):
+    "As FFCV's and DALI's, which only know their batches; and streams, which do not know how many items they have"
+    class Batches:
+        def __len__(self): return 2
+        def __iter__(self): yield from [(torch.zeros(2, 3), torch.zeros(2))]*2
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self): yield from range(8)
+    for dl in (Batches(), [(torch.zeros(2, 3), torch.zeros(2))], torch.utils.data.DataLoader(Stream(), 2)):
+        one_line(lambda: make_fast(DataLoaders(dl, dl)), f'{type(dl).__name__}')
+
+
 # Loaders that sample or batch in a way of their own
 
 def sevens(items): return [(x, TensorCategory(torch.tensor(7))) for x, _ in items]
@@ -1168,6 +1217,18 @@ def test_a_transform_that_draws_without_saying_so_is_refused(pets, tmp_path, dra
     "It would be drawn once for all epochs"
     dls = make(pets, [Resize(32, method='squish'), Noisy(draw)])
     one_line(lambda: cached(dls, tmp_path/'c', workers=0, whole=whole), 'Noisy draws at random.*RandTransform')
+
+
+def by_a_new_generator(): return int(np.random.default_rng().integers(0, 60))
+def seldom_by_a_new_one(): return by_a_new_generator() if np.random.default_rng().random() < .7 else 0
+
+
+@pytest.mark.parametrize('draw', [by_a_new_generator, seldom_by_a_new_one])
+@pytest.mark.parametrize('whole', [False, True])
+def test_draws_of_a_generator_that_nobody_can_watch_are_refused(pets, tmp_path, draw, whole):
+    "`np.random.default_rng()` in a transform, or OpenCV's own: the state of no generator of the process changes"
+    dls = make(pets, [Resize(32, method='squish'), Noisy(draw)])
+    one_line(lambda: cached(dls, tmp_path/'c', workers=0, whole=whole), r'(Noisy|one of its transforms) draws at random.*RandTransform')
 
 
 def test_draws_that_change_nothing_are_left_alone(pets, tmp_path):

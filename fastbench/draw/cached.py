@@ -22,8 +22,8 @@ from PIL import Image
 from .. import __version__
 from .build import Items, open_store
 from .cut import CannotPlan
-from .describe import _is_table, describe, fingerprint, fingerprint_items
-from .fast import _check_plain, no_items
+from .describe import _is_table, describe, describe_data, fingerprint, fingerprint_items
+from .fast import _check_plain, is_empty, no_items
 from .items import CachedItems
 from .kept import FORMAT, caches_dir
 from .loader import PoolDL
@@ -77,7 +77,7 @@ def cache_key(dataset, # Of a loader
     pipelines = _pipelines(dataset)
     _check_no_chance(pipelines)
     made = [[describe(f) for f in o] for o in (*pipelines, fs)]
-    if not pipelines: made.append(describe(dataset))
+    if not pipelines: made.append(describe_data(dataset))
     items = fingerprint_items(_items_of(dataset), pipelines)
     split = getattr(dataset, 'split_idx', None)
     return fingerprint([items, made, split, list(map(str, _versions())), [repr(o) for o in asked]])
@@ -99,17 +99,26 @@ def _states():
     _,key,*rest = np.random.get_state()
     return random.getstate(), key.tobytes(), rest, torch.get_rng_state().numpy().tobytes()
 
+def _name(f): return getattr(f, 'name', type(f).__name__).split(' -- ')[0].strip()
+
 def _made(dataset, fs, split_idx, i, after=noop): # after: called when a step is done, with its name
     o = dataset[i]
     after('the data set')
     for f in fs:
         o = f(o, split_idx=split_idx)
-        after(getattr(f, 'name', type(f).__name__).split(' -- ')[0].strip())
+        after(_name(f))
     return o if isinstance(o, tuple) else (o,)
 
 def _same(a, b):
     def parts(o): return [(f, x.tobytes(), tuple(shape)) for f,x,shape in map(as_bytes, o)]
-    return parts(a) == parts(b)
+    try: return parts(a) == parts(b)
+    except UserError: return True # what a cache cannot keep: it says so itself
+
+def _first_that_differs(dataset, fs, split_idx, i):
+    "The step after which an item that is made twice is not the same"
+    for n,name in enumerate(['the data set', *map(_name, fs)]):
+        if not _same(*(_made(dataset, fs[:n], split_idx, i) for _ in range(2))): return name
+    return 'one of its transforms'
 
 def _check_drawn(dataset, fs, split_idx, i, o):
     "Fail if an item is another one when it is made once more"
@@ -119,14 +128,18 @@ def _check_drawn(dataset, fs, split_idx, i, o):
         if (now := _states()) != seen: who.append(name)
         seen = now
     if _same(o, _made(dataset, fs, split_idx, i, after)): return
-    raise UserError(f'{who[0] if who else "the data set"} draws at random, and a cache would hold one draw for all '
+    name = who[0] if who else _first_that_differs(dataset, fs, split_idx, i)
+    raise UserError(f'{name} draws at random, and a cache would hold one draw for all '
                     'epochs: derive the transform from RandTransform and give it as an item transform, or leave it to '
                     'batch_tfms')
+
+# %% ../../nbs/draw/26_cached.ipynb #cchlook1
+_looked = 8 # Items that are made twice in any case: some generators cannot be watched, such as OpenCV's
 
 def _item(dataset, fs, split_idx, size, encode, i):
     before = _states()
     o = _made(dataset, fs, split_idx, i)
-    if _states() != before: _check_drawn(dataset, fs, split_idx, i, o)
+    if i < _looked or _states() != before: _check_drawn(dataset, fs, split_idx, i, o)
     return tuple(encoded(smaller(v, size) if size else v, encode) for v in o)
 
 # %% ../../nbs/draw/26_cached.ipynb #4aaa43ee
@@ -291,9 +304,9 @@ def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set
         raise UserError(f'threads={threads} is for whole batches: add whole=True, or let threads make items one by '
                         'one, fast_images(cached(dls))')
     check_whole(0, **_given(threads=threads))
-    def one(dl): return cached_loader(dl, whole, channels_last, threads, **kwargs) if len(dl.dataset) else dl
+    def one(dl): return cached_loader(dl, whole, channels_last, threads, **kwargs) if not is_empty(dl) else dl
     if isinstance(dls, DataLoaders):
-        if not len(dls.train.dataset): raise no_items(dls.path)
+        if is_empty(dls.train): raise no_items(dls.path)
         return CachedLoaders(*map(one, dls.loaders), source=dls)
     if isinstance(dls, (TfmdDL, torch.utils.data.DataLoader)):
         return cached_loader(dls, whole, channels_last, threads, **kwargs)

@@ -196,8 +196,8 @@ def _n_rows(b):
                     'transforms, so its samples cannot be counted. Make tensors of it in create_batch')
 
 def _n_items(dl): # None: nobody knows
-    sized = hasattr(getattr(dl, 'dataset', None), '__len__')
-    return getattr(dl, 'n', None) or (len(dl.dataset) if sized else None)
+    if isinstance(dl, DataLoader) and dl.n: return dl.n # what another loader calls `n` may be anything
+    return len(dl.dataset) if hasattr(getattr(dl, 'dataset', None), '__len__') else None
 
 def _by_number(dl): return isinstance(dl, DataLoader) and type(dl).create_batches is DataLoader.create_batches
 
