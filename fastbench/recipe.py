@@ -208,7 +208,7 @@ def but(recipe:Recipe, # Where to start
     )->Recipe: # A new, validated recipe
     "`recipe` with `changes`"
     if not isinstance(recipe, Recipe):
-        raise UserError(f'{recipe!r} is not a Recipe, and `but` changes those: get_recipe takes names and changes as well')
+        raise UserError(f'{recipe!r} is not a Recipe, and `but` changes those: get_recipe takes names and changes')
     cls,kept = type(recipe),vars(recipe)
     if 'kind' in changes: cls = _find_kind(cls, changes.pop('kind'))
     _check_known(cls, changes)

@@ -73,7 +73,8 @@ def _installed(where):
     at = None
     for i in range(len(parts := where.split('.'))):
         spec = PathFinder.find_spec('.'.join(parts[:i+1]), at)
-        if spec is None: raise UserError(f'{where} is not a module: neither in the folder that you are in, nor installed')
+        if spec is None:
+            raise UserError(f'{where} is not a module: neither in the folder that you are in, nor installed')
         at = spec.submodule_search_locations
     if not (spec.origin or '').endswith('.py'): raise UserError(f'{where} has no Python source to read')
     return Path(os.path.abspath(spec.origin))

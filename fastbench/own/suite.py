@@ -18,7 +18,8 @@ def _of_toml(path):
     try: import tomllib
     except ModuleNotFoundError: import tomli as tomllib
     try: return tomllib.loads(path.read_text(encoding='utf-8')).get('suite')
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e: raise UserError(f'{path.name} is not TOML: {e}') from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UserError(f'{path.name} is not TOML: {e}') from None
 
 def _of_python(path):
     for o in parse_file(path).body:

@@ -23,8 +23,8 @@ def _commit_of(top, ref):
     if commit: return commit
     if run_git(top, 'rev-list', '-n1', '--all') == '': raise UserError('the repository has no commit yet: commit first')
     known = (run_git(top, 'for-each-ref', '--format=%(refname:short)', '--count=8') or '').split()
-    raise UserError(f'{ref!r} is not a commit, branch or tag of the repository. Known: {", ".join(known)}. In a shallow '
-                    'clone, as CI makes them, fetch it first: git fetch origin BRANCH')
+    raise UserError(f'{ref!r} is not a commit, branch or tag of the repository. Known: {", ".join(known)}. In a '
+                    'shallow clone, as CI makes them, fetch it first: git fetch origin BRANCH')
 
 # %% ../../nbs/own/03_worktree.ipynb #refused01
 def _refused(folder):

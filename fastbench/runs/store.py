@@ -70,7 +70,7 @@ def save(run:Run, # What to keep
     if run._pace is not None:
         raise UserError(f'{run.id} was read without its profile, and to save it would lose that: load it whole')
     if not isinstance(run.id, str) or not _plain_name.fullmatch(run.id):
-        raise UserError(f'id={run.id!r} is not a file name, and that of a Run is one: leave it out, and the Run gets one')
+        raise UserError(f'id={run.id!r} is not a file name, and a Run is saved under its id: leave it out')
     path = Path(folder)/f'{run.id}.json'
     try:
         write_whole(path, run.to_json())
