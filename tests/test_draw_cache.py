@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 import torch
 import fastai.callback.progress  # adds no_bar
-from fastai.data.block import CategoryBlock, DataBlock
+from fastai.data.block import CategoryBlock, DataBlock, TransformBlock
 from fastai.callback.data import PartialDL, WeightedDL
 from fastai.data.core import DataLoaders, Datasets, TfmdDL
 from fastai.data.load import fa_collate
-from fastai.data.transforms import Categorize, FuncSplitter, Normalize, RegexLabeller, ToTensor, get_image_files, parent_label
+from fastai.data.transforms import Categorize, FuncSplitter, IndexSplitter, Normalize, RegexLabeller, ToTensor, get_image_files, parent_label
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import TensorText
@@ -674,6 +674,40 @@ def test_an_error_does_not_show_half_of_the_settings(pets, tmp_path):
     one_line(lambda: cached(make(pets, [Shown(random.Random(1)), Resize(32)]), tmp_path/'c', workers=0), '^the transform Shown cannot be cached')
 
 
+def _image(o): return o['image']
+def _label(o): return o['label']
+def _ones(o): return torch.ones(2)
+
+
+def test_pictures_in_memory_are_items(tmp_path):
+    "As a data set of the hub gives them: what they show is part of the key, and so is a palette"
+    rng = np.random.default_rng(0)
+    def items(): return [dict(image=Image.fromarray(o), label='ab'[i % 2]) for i, o in enumerate(rng.integers(0, 255, (8, 20, 30, 3), dtype='uint8'))]
+    def loaders(o): return DataBlock((ImageBlock, CategoryBlock), get_x=_image, get_y=_label, splitter=IndexSplitter([6, 7]), item_tfms=Resize(16)).dataloaders(o, bs=3, num_workers=0, device='cpu')
+    made = items()
+    equal(epochs(loaders(made).train), epochs(cached(loaders(made), tmp_path/'c', workers=0).train))
+    assert len(folders(tmp_path/'c')) == 2
+    other = [dict(image=Image.new('RGB', (30, 20)), label='a'), *made[1:]]
+    equal(epochs(loaders(other).train), epochs(cached(loaders(other), tmp_path/'c', workers=0).train))
+    assert len(folders(tmp_path/'c')) > 2
+    red, blue = (Image.new('P', (4, 4)) for _ in range(2))
+    red.putpalette([255, 0, 0]), blue.putpalette([0, 0, 255])
+    assert fingerprint(describe(partial(sorted, [red]))) != fingerprint(describe(partial(sorted, [blue])))
+
+
+def test_what_cannot_be_told_is_named_as_what_it_is(tmp_path):
+    "The items or the data set, where it is no transform"
+    with open(tmp_path/'x', 'w') as f:
+        items = [dict(image=f, label='a'), dict(image=f, label='b')]
+        block = DataBlock((TransformBlock, CategoryBlock), get_x=_ones, get_y=_label, splitter=IndexSplitter([1]))
+        one_line(lambda: cached(block.dataloaders(items, bs=1, num_workers=0, device='cpu'), tmp_path/'c', workers=0), '^an item cannot be cached: it holds')
+        class Own:
+            def __init__(self): self.log = f
+            def __len__(self): return 4
+            def __getitem__(self, i): return torch.ones(2), i
+        one_line(lambda: cached(Own(), tmp_path/'c', workers=0), '^the data set Own cannot be cached: it holds')
+
+
 def test_a_changed_transform_never_reads_an_old_cache(pets, tmp_path):
     def dls(by): return make(pets, [Flat(by), Resize(32)], batch_tfms=[])
     a = cached(dls(10), tmp_path/'c', workers=0).valid.one_batch()[0]
@@ -990,7 +1024,7 @@ def test_an_error_tells_types_apart():
 def test_loaders_of_pytorch_are_refused_in_one_line(whole):
     dl = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4, 2)), 2)
     for given in (dl, DataLoaders(dl, dl)):
-        with pytest.raises(UserError, match='cached takes loaders of fastai, and this is a torch.utils.data.dataloader.DataLoader') as e: cached(given, whole=whole)
+        with pytest.raises(UserError, match='cached takes loaders of the class TfmdDL, and this is a torch.utils.data.dataloader.DataLoader') as e: cached(given, whole=whole)
         assert '\n' not in str(e.value)
 
 

@@ -267,8 +267,9 @@ def cached_loader(dl, # A loader of fastai
     )->TfmdDL:
     "A loader whose items come from a cache"
     if not isinstance(dl, TfmdDL):
-        raise UserError(f'cached takes loaders of fastai, and this is a {type(dl).__module__}.{type(dl).__name__}: '
-                        'give it the data set instead, cached(dl.dataset), and make the loader of that')
+        raise UserError(f'cached takes loaders of the class TfmdDL, and this is a {type(dl).__module__}.'
+                        f'{type(dl).__name__}: give it the data set instead, cached(dl.dataset), and make the loader '
+                        'of that')
     _check_data(dl.dataset)
     if whole: _check_batches(dl)
     fs,rest = before_chance(dl.after_item.fs)

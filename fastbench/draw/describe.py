@@ -16,17 +16,18 @@ import torch
 from fastcore.basics import patch
 from fastcore.foundation import L
 from fasttransform import Transform
+from PIL import Image
 
 from ..data.fingerprint import fingerprint_files, fingerprint_rows
 from ..errors import UserError
 
 # %% ../../nbs/draw/21_describe.ipynb #fdb07478
 class NoFingerprint(UserError):
-    "A cache cannot tell whether this transform has changed"
-    def __init__(self, transform, # Its name
+    "A cache cannot tell whether this has changed"
+    def __init__(self, what, # A transform, an item, a data set
                  why, # What is in the way
         ):
-        super().__init__(f'the transform {transform} cannot be cached: {why}')
+        super().__init__(f'{what} cannot be cached: {why}')
 
 # %% ../../nbs/draw/21_describe.ipynb #7f23a481
 _OF_PYTHON = [sysconfig.get_paths()[o] for o in ('stdlib', 'platstdlib', 'purelib', 'platlib')]
@@ -62,7 +63,7 @@ def _named(o):
 # %% ../../nbs/draw/21_describe.ipynb #1180bb3c
 class Describer:
     "Turns the parts of a transform into plain values, which say all that it depends on"
-    def __init__(self, name): # name: of the transform, for the error
+    def __init__(self, name): # name: of what is described, for the error
         self.name,self.seen,self.texts = name,{},[] # texts: all that it came across
 
     def refuse(self, why): # why: what is in the way
@@ -143,6 +144,7 @@ def __call__(self:Describer, o):
     if isinstance(o, (dict, types.MappingProxyType)): return ['dict', [[self(k), self(v)] for k,v in o.items()]]
     if isinstance(o, (set, frozenset)): return ['set', sorted((self(v) for v in o), key=repr)]
     if isinstance(o, (np.ndarray, torch.Tensor)): return self.array(o)
+    if isinstance(o, Image.Image): return ['image', type(o).__name__, o.mode, o.getpalette(), self.array(np.array(o))]
     if hasattr(o, 'iloc') and hasattr(o, 'index'):
         return ['table', type(o).__name__, _table(o if _is_table(o) else o.to_frame(), self)]
     if isinstance(o, types.ModuleType): return self.used(o, ())
@@ -219,7 +221,7 @@ def describe(tfm # A transform, or a function
     )->list: # Plain values
     "All that the result of a transform depends on, besides its input"
     name = getattr(tfm, 'name', None) or getattr(tfm, '__qualname__', type(tfm).__name__)
-    return Describer(' '.join(str(name).split(' -- ')[0].split())[:80])(tfm)
+    return Describer(f"the transform {' '.join(str(name).split(' -- ')[0].split())[:80]}")(tfm)
 
 def fingerprint(o # Plain values: lists and texts
     )->str: # Twelve hexadecimal digits
@@ -274,7 +276,7 @@ def fingerprint_items(items, # What a data set begins with
     )->str: # Twelve hexadecimal digits
     "Return a hash that identifies the items of a data set and the files behind them"
     root,*said_of = _contents(_files(items, pipelines))
-    tell = Describer('of the items')
+    tell = Describer('an item')
     said = _table(items, tell) if _is_table(items) else [_item(o, root, tell) for o in items]
     return fingerprint([*said_of, said])
 
@@ -288,7 +290,7 @@ def _named_files(texts):
 def describe_data(dataset # A data set of one's own, or of another library
     )->list: # Plain values
     "All that its items depend on, with the contents of the files that it names"
-    tell = Describer(type(dataset).__name__)
+    tell = Describer(f'the data set {type(dataset).__name__}')
     return [tell(dataset), *_contents(_named_files(tell.texts))[1:]]
 
 # %% ../../nbs/draw/21_describe.ipynb #f9f48b04
