@@ -2095,7 +2095,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastbench.draw.cached._item': ('draw/cached.html#_item', 'fastbench/draw/cached.py'),
                                        'fastbench.draw.cached._items_of': ('draw/cached.html#_items_of', 'fastbench/draw/cached.py'),
                                        'fastbench.draw.cached._made': ('draw/cached.html#_made', 'fastbench/draw/cached.py'),
-                                       'fastbench.draw.cached._name': ('draw/cached.html#_name', 'fastbench/draw/cached.py'),
                                        'fastbench.draw.cached._name_of': ('draw/cached.html#_name_of', 'fastbench/draw/cached.py'),
                                        'fastbench.draw.cached._pipelines': ('draw/cached.html#_pipelines', 'fastbench/draw/cached.py'),
                                        'fastbench.draw.cached._same': ('draw/cached.html#_same', 'fastbench/draw/cached.py'),

@@ -26,7 +26,7 @@ from .describe import _is_table, describe, describe_data, fingerprint, fingerpri
 from .fast import _check_plain, is_empty, no_items
 from .items import CachedItems
 from .kept import FORMAT, caches_dir
-from .loader import PoolDL
+from .loader import PoolDL, _named
 from .seeded import SeededDL, item_name
 from .store import PARTS, Encoded, as_bytes, check_encoder, encoded
 from .whole import CachedDL, _check_whole, _in_place, batch_crop
@@ -99,14 +99,12 @@ def _states():
     _,key,*rest = np.random.get_state()
     return random.getstate(), key.tobytes(), rest, torch.get_rng_state().numpy().tobytes()
 
-def _name(f): return getattr(f, 'name', type(f).__name__).split(' -- ')[0].strip()
-
 def _made(dataset, fs, split_idx, i, after=noop): # after: called when a step is done, with its name
     o = dataset[i]
     after('the data set')
     for f in fs:
         o = f(o, split_idx=split_idx)
-        after(_name(f))
+        after(_named(f))
     return o if isinstance(o, tuple) else (o,)
 
 def _same(a, b):
@@ -116,7 +114,7 @@ def _same(a, b):
 
 def _first_that_differs(dataset, fs, split_idx, i):
     "The step after which an item that is made twice is not the same"
-    for n,name in enumerate(['the data set', *map(_name, fs)]):
+    for n,name in enumerate(['the data set', *map(_named, fs)]):
         if not _same(*(_made(dataset, fs[:n], split_idx, i) for _ in range(2))): return name
     return 'one of its transforms'
 

@@ -40,7 +40,7 @@ def image_class(f # A transform
         cls,func = getattr(m.implementation, '__self__', None),getattr(m.implementation, '__func__', None)
         if func is PILBase.create.__func__ and isinstance(cls, type) and issubclass(cls, PILImage): return cls
 
-def _named(f): return f.name.split(' -- ')[0].strip()
+def _named(f): return getattr(f, 'name', type(f).__name__).split(' -- ')[0].strip()
 
 # %% ../../nbs/draw/05_loader.ipynb #8f38df66
 class ImageItems:
