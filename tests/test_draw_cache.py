@@ -1254,7 +1254,10 @@ def test_a_transform_that_draws_without_saying_so_is_refused(pets, tmp_path, dra
 
 
 def by_a_new_generator(): return int(np.random.default_rng().integers(0, 60))
+def as_planned(): return globals()['PLANNED'].pop(0)
 def seldom_by_a_new_one(): return by_a_new_generator() if np.random.default_rng().random() < .7 else 0
+
+PLANNED = []
 
 
 @pytest.mark.parametrize('draw', [by_a_new_generator, seldom_by_a_new_one])
@@ -1263,6 +1266,13 @@ def test_draws_of_a_generator_that_nobody_can_watch_are_refused(pets, tmp_path, 
     "`np.random.default_rng()` in a transform, or OpenCV's own: the state of no generator of the process changes"
     dls = make(pets, [Resize(32, method='squish'), Noisy(draw)])
     one_line(lambda: cached(dls, tmp_path/'c', workers=0, whole=whole), r'(Noisy|one of its transforms) draws at random.*RandTransform')
+
+
+def test_the_transform_that_draws_is_named_though_it_often_draws_the_same(pets, tmp_path):
+    "Ten pictures alike, then another: a step after it is not taken for the one that draws"
+    PLANNED[:] = [0, 1, 0, 0, 0, 1]*50
+    dls = make(pets, [Resize(32, method='squish'), Noisy(as_planned)])
+    one_line(lambda: cached(dls, tmp_path/'c', workers=0), 'Noisy draws at random')
 
 
 def test_draws_that_change_nothing_are_left_alone(pets, tmp_path):

@@ -99,33 +99,37 @@ def _states():
     _,key,*rest = np.random.get_state()
     return random.getstate(), key.tobytes(), rest, torch.get_rng_state().numpy().tobytes()
 
-def _made(dataset, fs, split_idx, i, after=noop): # after: called when a step is done, with its name
+def _tuple(o): return o if isinstance(o, tuple) else (o,)
+
+def _made(dataset, fs, split_idx, i, after=noop): # after: called when a step is done, with its name and what it gave
     o = dataset[i]
-    after('the data set')
+    after('the data set', _tuple(o))
     for f in fs:
         o = f(o, split_idx=split_idx)
-        after(_named(f))
-    return o if isinstance(o, tuple) else (o,)
+        after(_named(f), _tuple(o))
+    return _tuple(o)
 
-def _same(a, b):
-    def parts(o): return [(f, x.tobytes(), tuple(shape)) for f,x,shape in map(as_bytes, o)]
-    try: return parts(a) == parts(b)
-    except UserError: return True # what a cache cannot keep: it says so itself
+def _parts(o):
+    try: return [(f, x.tobytes(), tuple(shape)) for f,x,shape in map(as_bytes, o)]
+    except UserError: return # what a cache cannot keep: it says so itself
 
 def _first_that_differs(dataset, fs, split_idx, i):
-    "The step after which an item that is made twice is not the same"
-    for n,name in enumerate(['the data set', *map(_named, fs)]):
-        if not _same(*(_made(dataset, fs[:n], split_idx, i) for _ in range(2))): return name
+    "The step after which an item that is made twice is not the same; a step that draws may give the same thing twice"
+    for _ in range(10):
+        one,other = [],[]
+        for steps in (one, other): _made(dataset, fs, split_idx, i, lambda name,o: steps.append((name, _parts(o))))
+        for a,b in zip(one, other):
+            if a != b: return a[0]
     return 'one of its transforms'
 
 def _check_drawn(dataset, fs, split_idx, i, o):
     "Fail if an item is another one when it is made once more"
     who,seen = [],_states()
-    def after(name):
+    def after(name, _):
         nonlocal seen
         if (now := _states()) != seen: who.append(name)
         seen = now
-    if _same(o, _made(dataset, fs, split_idx, i, after)): return
+    if _parts(o) == _parts(_made(dataset, fs, split_idx, i, after)): return
     name = who[0] if who else _first_that_differs(dataset, fs, split_idx, i)
     raise UserError(f'{name} draws at random, and a cache would hold one draw for all '
                     'epochs: derive the transform from RandTransform and give it as an item transform, or leave it to '
