@@ -220,19 +220,19 @@ learn = make(n=4096, width=64)
 learn.find_batch_size(max=2)  # libraries, kernels
 free(torch.device('cpu'))
 base = psutil.Process().memory_info().rss
-res = [learn.find_batch_size(memory=base + o*2**20, headroom=0.) for o in (400, 200)]
+res = [learn.find_batch_size(memory=base + o*2**20, headroom=0.) for o in (200, 100)]
 print([int(o) for o in res], [(o.peak - base)/2**20 for o in res])
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith('linux'), reason='elsewhere the peak is sampled')
 def test_less_memory_smaller_batch(root):
-    "What is freed goes back to the system at once, or the C library's own choice decides which batch fits: 384 to 512 were found, and 905 each time like this"
+    "What is freed goes back to the system at once, or the C library's own choice decides which batch fits: twice as much memory, and hardly a larger batch"
     env = os.environ | dict(MALLOC_MMAP_THRESHOLD_='65536')
     got = subprocess.run([sys.executable, '-c', HALF.format(tests=str(root/'tests'))], capture_output=True, text=True, env=env)
     assert got.returncode == 0, got.stderr[-2000:]
     (big, small), (p, q) = eval(got.stdout.splitlines()[-1].replace('] [', '],['))
-    assert 1 < small < big < 4096 and 1.4 < big/small < 3 and p <= 400 and q <= 200
+    assert 1 < small < big < 4096 and 1.4 < big/small < 3 and p <= 200 and q <= 100
 
 
 @needs_gpu

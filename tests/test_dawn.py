@@ -360,7 +360,7 @@ def test_what_would_have_no_effect_is_refused(changes, said):
 
 
 def test_the_largest_batch():
-    learn = bench_learner('digits-xresnet18', device='cpu', bs='largest', size=8, sample=.1, workers=0)
+    learn = bench_learner('digits-xresnet18', device='cpu', bs='largest', size=8, sample=.03, workers=0)
     assert learn.recipe.bs == learn.dls.train.bs == learn.dls.info['n_train']
     with pytest.raises(UserError, match='memory'): bench_learner('digits-xresnet18', device='cpu', bs='largest', memory='some', size=8, workers=0)
 
@@ -474,7 +474,7 @@ def test_the_embedded_data_has_its_own_ladder():
 
 
 def test_ladder_command(tmp_path):
-    args = '--rungs baseline,bulk --data photos --size 32 --sample .05 --epochs 1 --precision fp32 --target 1 --json --offline'.split()
+    args = '--rungs baseline,bulk --data photos --size 8 --sample .05 --epochs 1 --precision fp32 --target 1 --json --offline'.split()
     p = subprocess.run([sys.executable, '-m', 'fastbench', 'ladder', 'dawn', *args, '--out', tmp_path, '--plot', tmp_path/'p.png'], capture_output=True, text=True, timeout=500)
     d = json.loads(p.stdout)
     assert p.returncode == 0 and [(r['rung'], r['status']) for r in d['rows']] == [('baseline', 'target not reached'), ('bulk', 'target not reached')], p.stderr

@@ -121,7 +121,7 @@ from fastai.learner import Learner
 from torch import nn
 from fastbench.callback.cpu.keepmemory import KeepMemory, check_malloc
 torch.set_num_threads(1)
-data = [(torch.randn(64, 3, 64, 64), torch.randint(2, (64,))) for _ in range(6)]
+data = [(torch.randn(16, 3, 64, 64), torch.randint(2, (16,))) for _ in range(6)]
 net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2))
 learn = Learner(DataLoaders(data, data[:1]), net, loss_func=nn.CrossEntropyLoss())
 def faults(*cbs):

@@ -283,9 +283,9 @@ def test_a_look_at_the_loss_is_no_wait(gpu, monkeypatch):
         def before_batch(self): self.at = len(gpu.waits)
         def after_batch(self):
             if self.training: self.waits[self.iter] = len(gpu.waits) - self.at
-    learn = bench_learner('digits-xresnet18', device='cuda', offline=True, workers=0, bs=64)
+    learn = bench_learner('digits-xresnet18', device='cuda', offline=True, workers=0, bs=8, sample=.1)
     learn.add_cbs([run_module.Watch(), Count()])
     with learn.no_bar(), learn.no_logging(): learn.fit(1)
     assert len(Count.waits) > 10 and not any(Count.waits.values())
     monkeypatch.undo()
-    assert quiet(device='cuda', lr=1e30, schedule='flat', batches=None, bs=64).status == 'diverged'
+    assert quiet(device='cuda', lr=1e30, schedule='flat', batches=None, sample=.1).status == 'diverged'

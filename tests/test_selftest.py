@@ -226,14 +226,14 @@ def test_waits_are_counted_by_what_pytorch_says(monkeypatch, gpu):
     monkeypatch.setattr(torch.cuda, 'set_sync_debug_mode', mode.append)
     gpu.on_wait.append(lambda *a: warnings.warn('called a synchronizing CUDA operation') if mode and mode[-1] == 'warn' else None)
     here = Here(torch.device('cuda:0'))
-    assert checks.count_waits(here, 'digits-xresnet18') == 0 and mode[-1] == 'default'
+    assert checks.count_waits(here, 'digits-xresnet18', sample=.1, bs=16) == 0 and mode[-1] == 'default'
     real = checks._fit
     from fastai.callback.core import Callback
     class Reads(Callback):
         def after_loss(self): self.learn.loss.item()
     made = checks._learner
     monkeypatch.setattr(checks, '_learner', lambda *a, **k: made(*a, **k).add_cb(Reads()))
-    assert checks.count_waits(here, 'digits-xresnet18') == 1
+    assert checks.count_waits(here, 'digits-xresnet18', sample=.1, bs=16) == 1
 
 
 def test_readme_and_docs_say_on_what_it_was_kept(root):

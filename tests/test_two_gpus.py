@@ -26,6 +26,7 @@ from fastbench.own.call import GlobalState
 from fastbench.train.learner import BenchLearner
 from fastbench.train.optimizer import foreach_sgd, fused_adamw, fused_sgd
 from fastbench.train.state import metric_state, rng_state, set_metric_state, set_rng_state
+from fastbench.vision.kinds import Timm
 from fastbench.vision.small import GhostBatchNorm
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -216,7 +217,7 @@ def test_each_pass_is_in_the_precision_of_the_training(monkeypatch):
     "And the pass of the training itself, which comes after it"
     import fastbench.distributed.exchange as exchange
     for k, v in dict(world_size=lambda: 2, barrier=lambda: None, max_over_ranks=lambda o: o, sum_over_ranks=lambda o: o).items(): monkeypatch.setattr(exchange, k, v)
-    learn, seen = bench_learner('digits-xresnet18', device='cpu', offline=True, workers=0, sample=.1, epochs=1).to_bf16(allow_emulation=True), []
+    learn, seen = bench_learner(Timm('x', '', data='digits', arch='test_resnet', pretrained=False), device='cpu', offline=True, workers=0, sample=.1, epochs=1).to_bf16(allow_emulation=True), []
     learn.model.no_sync = nullcontext
     learn.model.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled('cpu')) if learn.training else None)
     with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=[cost := exchange.ExchangeCost(2)])
