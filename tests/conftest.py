@@ -1,7 +1,9 @@
 "What every test file may use: the checkout, and a copy of it without what was built."
 import gc
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,6 +42,20 @@ def checkout(tmp_path):
     shutil.copytree(ROOT, dest, ignore=shutil.ignore_patterns(
         '.*venv*', '.git', '__pycache__', '*.egg-info', 'build', 'dist', '_proc', '_docs', '.pytest_cache', '.hypothesis', 'fastbench-runs', 'models'))
     return dest
+
+
+@pytest.fixture
+def in_process(monkeypatch, capfd):
+    "The command in this process, which has the libraries already: exit code, stdout and stderr as `subprocess.run` gives them"
+    from fastbench import cli
+    def run(*args, cwd):
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, 'argv', ['fastbench', *map(str, args)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as e: cli.main()
+        out, err = capfd.readouterr()
+        return SimpleNamespace(returncode=e.value.code or 0, stdout=out, stderr=err)
+    return run
 
 
 @pytest.fixture(scope='module')

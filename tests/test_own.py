@@ -305,10 +305,10 @@ def test_what_it_changed_is_put_back_here(home):
     assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
 
 
-def test_what_it_prints_is_shown_on_request(home, tmp_path):
+def test_what_it_prints_is_shown_on_request(in_process, tmp_path):
     (tmp_path/'says.py').write_text(TRAIN.replace('from sizes import width', 'width = 4') + '\ndef says():\n    print("good morning")\n    return make()\n')
-    assert 'good morning' not in (got := cli('run', 'says.py:says', cwd=tmp_path)).stderr and not got.returncode
-    assert 'good morning' in cli('run', 'says.py:says', '--show-output', cwd=tmp_path).stderr
+    assert 'good morning' not in (got := in_process('run', 'says.py:says', cwd=tmp_path)).stderr and not got.returncode
+    assert 'good morning' in in_process('run', 'says.py:says', '--show-output', cwd=tmp_path).stderr
 
 
 # Against another commit
@@ -440,22 +440,27 @@ class Line(Kind):
 
 import sys
 sys.stdout.write('begins\\n')
-which = sys.argv[1]
-if which == 'run': print(load(launch(make, 'r', bs=8)).headline)
-if which == 'ab': print(ab(make, changes=dict(bs=8), pairs=1, folder='r'))
-if which == 'kind': print(ladder(register_ladder(Line('mine', data='d', bs=8), Rung('a', 'a', {}), Rung('b', 'b', dict(bs=4))).name, 'r'))
-if which == 'locked':
-    try: launch(locked, 'r')
-    except UserError as e: print('refused', e)
+def part(name, f):
+    try: print(f'<{name}>', f())
+    except BaseException as e: print(f'<{name}> refused', e)
+part('run', lambda: load(launch(make, 'r', bs=8)).headline)
+part('ab', lambda: ab(make, changes=dict(bs=8), pairs=1, folder='r'))
+part('kind', lambda: ladder(register_ladder(Line('mine', data='d', bs=8), Rung('a', 'a', {}), Rung('b', 'b', dict(bs=4))).name, 'r'))
+part('locked', lambda: launch(locked, 'r'))
 '''
 
 
+@pytest.fixture(scope='module')
+def of_script(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('script')
+    (folder/'script.py').write_text(SCRIPT)
+    return subprocess.run([sys.executable, 'script.py'], cwd=folder, capture_output=True, text=True, timeout=300, env={**os.environ, 'PYTHONPATH': str(ROOT)})
+
+
 @pytest.mark.parametrize('which,said', [('run', 'ok: finished'), ('ab', 'overall'), ('kind', 'mine'), ('locked', 'refused locked cannot be sent to a fresh process')])
-def test_what_a_notebook_or_script_defines_reaches_a_fresh_process(tmp_path, which, said):
-    (tmp_path/'script.py').write_text(SCRIPT)
-    got = subprocess.run([sys.executable, 'script.py', which], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-                         env={**os.environ, 'PYTHONPATH': str(ROOT)})
-    assert said in got.stdout and got.stdout.count('begins') == 1, got.stdout + got.stderr[-3000:]
+def test_what_a_notebook_or_script_defines_reaches_a_fresh_process(of_script, which, said):
+    part, = re.findall(f'^<{which}> (.*?)(?=^<|\\Z)', of_script.stdout, re.M | re.S)
+    assert said in part and of_script.stdout.count('begins') == 1, of_script.stdout + of_script.stderr[-3000:]
 
 
 def test_what_is_no_recipe_is_named():
@@ -465,20 +470,20 @@ def test_what_is_no_recipe_is_named():
 
 # Suites and ladders
 
-def test_a_suite_in_a_file_by_the_command_line(home, tmp_path):
+def test_a_suite_in_a_file_by_the_command_line(home, in_process, tmp_path):
     for name, text in (('night.toml', f'suite = ["{home}/train.py:make", {{run = "{home}/train.py:make", bs = 8, name = "small"}}]'),
                        ('both.py', f'suite = ["{home}/train.py:make", "{home}/train.py:fitted"]')):
         (tmp_path/name).write_text(text)
-        got = cli('run', name, '--out', 'r', '--device', 'cpu', cwd=tmp_path)
+        got = in_process('run', name, '--out', 'r', '--device', 'cpu', cwd=tmp_path)
         assert got.returncode == 0 and f'suite {name.split(".")[0]}' in got.stdout, got.stdout + got.stderr
 
 
-def test_rungs_by_the_command_line(home, tmp_path):
-    got = cli('ladder', home/'train.py:make', '--rung', 'bigger:bs=32', '--rung', 'fast:lr=.1,act=mish', '--json', '--device', 'cpu', cwd=tmp_path)
+def test_rungs_by_the_command_line(home, in_process, tmp_path):
+    got = in_process('ladder', home/'train.py:make', '--rung', 'bigger:bs=32', '--rung', 'fast:lr=.1,act=mish', '--json', '--device', 'cpu', cwd=tmp_path)
     assert [o['rung'] for o in json.loads(got.stdout)['rows']] == ['start', 'bigger', 'fast'], got.stderr
     runs = [load(o) for o in sorted((tmp_path/'fastbench-runs').glob('*.json'))]
     assert sorted((o.recipe['bs'], o.recipe['lr']) for o in runs) == [(16, .01), (32, .01), (32, .1)]
-    assert 'NAME:FIELD=VALUE' in cli('ladder', home/'train.py:make', '--rung', 'x', cwd=tmp_path).stderr
+    assert 'NAME:FIELD=VALUE' in in_process('ladder', home/'train.py:make', '--rung', 'x', cwd=tmp_path).stderr
 
 
 def test_show_lists_the_fields(home, tmp_path):

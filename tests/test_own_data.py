@@ -492,11 +492,14 @@ def fastbench(*args, cwd, code=0):
     return got
 
 
-def test_on_the_command_line(tmp_path):
+def test_on_the_command_line(in_process, tmp_path):
     pictures(tmp_path/'a'/'pictures')
     pictures(tmp_path/'b'/'pictures', start=1)
     small = '--epochs 1 --batch-size 4 --precision fp32 --set size=8 --workers 0 --batches 1 --device cpu'.split()
-    def run(where, *args, **kwargs): return fastbench('run', 'imagenette-xresnet18', '--data', './pictures', *small, '--json', *args, cwd=where, **kwargs)
+    def run(where, *args, code=0):
+        got = in_process('run', 'imagenette-xresnet18', '--data', './pictures', *small, '--json', *args, cwd=where)
+        assert got.returncode == code, got.stdout[-2000:] + got.stderr[-2000:]
+        return got
     def kept(where, *args): return where/json.loads(run(where, *args).stdout)[0]['path']
     a, b = kept(tmp_path/'a', '--valid', '40%'), kept(tmp_path/'b', '--valid', '.4')
     got = json.loads(a.read_text())
