@@ -115,7 +115,7 @@ def with_cb(*make): return lambda learn: learn.add_cbs([o() for o in make])
 DIGITS = dict(sample=.2, bs=16, size=16, epochs=1, arch='xresnet18', batches=6)
 TEXTS = dict(sample=.04, max_length=32, epochs=1, batches=8)
 WORDS = dict(sample=.1, epochs=1, batches=6)
-PHOTOS = dict(sample=.1, bs=16, size=32, epochs=1, target=None, batches=6)
+PHOTOS = dict(sample=.1, bs=16, size=16, epochs=1, target=None, batches=6)
 SORTED = dict(expect=1, allow=(MASK,))
 
 
