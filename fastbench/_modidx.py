@@ -4681,6 +4681,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastbench/text/dataset.py'),
                                         'fastbench.text.dataset.check_fills': ( 'text/dataset.html#check_fills',
                                                                                 'fastbench/text/dataset.py'),
+                                        'fastbench.text.dataset.check_options': ( 'text/dataset.html#check_options',
+                                                                                  'fastbench/text/dataset.py'),
                                         'fastbench.text.dataset.check_texts': ( 'text/dataset.html#check_texts',
                                                                                 'fastbench/text/dataset.py'),
                                         'fastbench.text.dataset.plot_top_losses': ( 'text/dataset.html#plot_top_losses',

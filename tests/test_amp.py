@@ -13,6 +13,7 @@ from torch.amp import GradScaler, autocast
 
 import fastbench.callback.amp as amp
 from fastbench.callback.amp import MixedPrecision, check_precision, to_float
+from fastbench.callback.half import HalfPrecision
 from fastbench.measure.stopwatch import EVENTS
 from fastbench.errors import UserError
 from fastbench.train.learner import BenchLearner
@@ -93,6 +94,13 @@ def test_validation_inside_a_fit():
     learn.dls = DataLoaders(*(DataLoader(items(8), bs=4) for _ in range(2)))
     learn.fit(2)
     clean(learn)
+
+
+@pytest.mark.parametrize('cls', [MixedPrecision, HalfPrecision])
+def test_an_unknown_option_is_named(cls):
+    "A CPU has no GradScaler, which would have said it"
+    with pytest.raises(UserError, match=f"^unknown option of {cls.__name__} 'init_scal'; did you mean 'init_scale'[^\n]*$"): cls('bf16', init_scal=2.)
+    assert cls('bf16', init_scale=2., growth_interval=7).kwargs == dict(init_scale=2., growth_interval=7)
 
 
 def test_refusals(monkeypatch):

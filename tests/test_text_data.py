@@ -17,6 +17,8 @@ from transformers import BertTokenizer, PreTrainedTokenizerFast
 from fastbench.machine.download import DataUnavailable
 from fastbench.errors import UserError
 from fastbench.text.data import HFTextBlock, as_frame, hf_dls, labels_of
+from fastbench.text.examples import task_dls
+from fastbench.text.lm import MaskedLM
 from fastbench.text.loader import TextDataset, TextDL
 from fastbench.text.order import kinds, plan_epoch
 from fastbench.text.tokenize import BatchTokenizer, TokenCache, find_tokenizer
@@ -370,6 +372,28 @@ def test_one_line_for_a_mistake(tok, cols, kwargs, says):
     with pytest.raises(UserError) as e:
         for _ in hf_dls(pd.DataFrame(cols), tok, device='cpu', **kwargs).train: pass
     assert says in str(e.value) and '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('given,meant', [('batch_size', 'bs'), ('num_workers', 'workers'), ('valid_size', 'valid_pct'), ('y_col', 'label_col'), ('text', 'text_col'), ('windw', 'window'), ('shuffle', None)])
+def test_an_unknown_option_is_named(tok, given, meant):
+    "fastai's loaders ignore it: with batch_size=2 there were 16 texts in a batch"
+    df = pd.DataFrame(dict(review=list('abcd'), stars=[0, 1]*2))
+    with pytest.raises(UserError, match=f"^unknown option of hf_dls '{given}'") as e: hf_dls(df, tok, **{given: 2})
+    assert '\n' not in str(e.value) and (meant is None or f"did you mean '{meant}'" in str(e.value)) and '`help(hf_dls)` shows all' in str(e.value)
+
+
+def test_other_makers_of_loaders_name_it_too(tok):
+    with pytest.raises(UserError, match="option of TextDL 'batch_size'; did you mean 'bs'"): TextDL(['a', 'b'], tok, batch_size=2)
+    with pytest.raises(UserError, match="option of HFTextBlock 'max_len'; did you mean 'max_length'"): HFTextBlock(tok, max_len=8)
+    for o in (None, 'sorted'):
+        with pytest.raises(UserError, match="option of task_dls 'batch_size'; did you mean 'bs'"): task_dls(MaskedLM(), ['a b'], ['a'], tok, loader=o, batch_size=2)
+    assert [len(x['input_ids']) for x, in TextDL(['a', 'b', 'c'], tok, bs=2, pin_memory=False, device='cpu', after_batch=None)] == [2, 1]
+
+
+def test_the_option_that_names_a_column_is_said(tok):
+    df = pd.DataFrame(dict(review=list('abcd'), stars=[0, 1]*2))
+    for kwargs, option in (({}, 'text_col'), (dict(text_col='review'), 'label_col')):
+        with pytest.raises(UserError, match=f'unknown column .* Known: review, stars; {option}= names another$'): hf_dls(df, tok, **kwargs)
 
 
 def test_half_a_character_in_a_list(tok):

@@ -24,7 +24,7 @@ from ..measure.clock import train_device
 from ..measure.lifecycle import DuringFit
 from .overflow import StepLog, first_momentum, inner, skips_on_device
 from .cpu.smallmaps import SmallMaps
-from ..errors import UserError
+from ..errors import UserError, check_taken
 
 # %% ../../nbs/callback/12_amp.ipynb #1bb1e96a
 def _why_not(precision, device, allow_emulation=False):
@@ -157,6 +157,7 @@ class MixedPrecision(DuringFit, FastaiMixedPrecision):
         allow_emulation:bool=False, # Accept bf16 if the device only emulates it
         **kwargs # For `GradScaler`: init_scale, growth_factor, backoff_factor, growth_interval
     ):
+        check_taken(GradScaler, kwargs, f'option of {type(self).__name__}')
         super().__init__(amp_mode, **kwargs)
         self.allow_emulation,self.emulated = allow_emulation,False
         self._scaler,self._device,self._cast,self._small_maps = None,None,None,SmallMaps()

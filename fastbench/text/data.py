@@ -23,8 +23,8 @@ from ..machine.environment import worker_cores
 from ..data.table import part_of
 from ..errors import UserError, unknown
 from ..rules import check_whole, is_number
-from .dataset import (TextDataset, as_columns, check_columns, check_fills, check_texts,
-                                    texts_of)
+from .dataset import (TextDataset, as_columns, check_columns, check_fills, check_options,
+                                    check_texts, texts_of)
 from .loader import TextDL
 from .tokenize import BatchTokenizer
 
@@ -116,7 +116,7 @@ def _number(at, o, row):
 
 def _labelled(df, cols):
     "Check that no column or label is missing"
-    check_columns(df, cols)
+    check_columns(df, cols, 'label_col')
     bad = df[cols].isna().any(axis=1).to_numpy()
     if bad.any():
         raise UserError(f'row {int(bad.argmax())} has no label in column {cols[0]}: drop that row, or label it')
@@ -274,10 +274,11 @@ def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folde
            **kwargs, # For `TextDL`: window, cache, rank, world_size, drop_last, ...
     )->DataLoaders: # With `info`: sizes and all settings in effect
     "Make `DataLoaders` of any texts"
+    check_options(TextDL, kwargs, hf_dls, ('dataset', 'num_workers', 'shuffle'))
     check_whole(1, bs=bs)
     if workers is not None: check_whole(0, workers=workers)
     df,held = _split_frame(data, valid, text_col, label_col or 'label', valid_pct, seed)
-    cols = as_columns(text_col)
+    cols = check_columns(df, text_col, 'text_col')
     texts = check_texts(texts_of(df, cols), cols[0])
     y,vocab,kind = (None, None, 'none') if label_col is None else labels_of(df, label_col, ~held, label_delim, labels)
     if kwargs.get('drop_last') and loader in ('sorted', 'random'): check_fills(int((~held).sum()), bs)
@@ -313,6 +314,7 @@ def HFTextBlock(tokenizer, # A tokenizer of transformers, a hub name or a folder
                 **kwargs, # For `TextDL`
     )->TransformBlock:
     "Make a block of texts, or of pairs of texts, for a `DataBlock`"
+    check_options(TextDL, kwargs, HFTextBlock, ('dataset',))
     bt = BatchTokenizer(tokenizer, max_length, pad_to_multiple_of)
     dls_kwargs = dict(tokenizer=bt, loader=loader, max_tokens=max_tokens, **kwargs)
     return TransformBlock(type_tfms=_AsText(), dl_type=TextDL, dls_kwargs=dls_kwargs)

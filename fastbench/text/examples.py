@@ -15,7 +15,7 @@ from fastcore.basics import merge
 from fastcore.foundation import L
 
 from ..errors import UserError, unknown
-from .dataset import ShowsTexts, TextDataset, check_fills
+from .dataset import ShowsTexts, TextDataset, check_fills, check_options
 from .loader import TextDL
 from .order import kinds
 from .task import tasks
@@ -33,6 +33,7 @@ class TaskDL(ShowsTexts, TfmdDL):
                  seed=None, # Random seed of the order
                  num_workers:int=0, # Processes that make batches
                  **kwargs):
+        check_options(TaskDL, kwargs)
         self.task,self.tokenizer,self.max_length,self.seed = task,tokenizer,max_length,seed
         super().__init__(dataset, bs=bs, shuffle=shuffle, num_workers=num_workers,
                          **merge(dict(do_setup=False), kwargs))
@@ -108,6 +109,7 @@ def task_dls(task, # A `Task`
     if isinstance(task, str):
         like = f', such as {tasks[task].__name__}(...)' if task in tasks else ''
         raise UserError(f'task_dls takes a task that is made{like}, not its name {task!r}')
+    check_options(TextDL if loader else TaskDL, kwargs, task_dls, ('dataset', 'shuffle', 'finish'))
     for o,part in (('train', train), ('valid', valid)):
         if not len(part): raise UserError(f'{o} has no examples')
     train,valid = task.check(list(train), 'train'),task.check(list(valid), 'valid')
