@@ -287,9 +287,8 @@ def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folde
     if workers is None: workers = int((~held).sum() >= 2000 and worker_cores() > 1)
     max_tokens = _token_budget(loader, max_tokens, bs, bt.max_length)
     train,valid = _parts(texts, y, vocab, cols, held)
-    train = TextDL(train, bt, bs, loader, max_tokens, shuffle=True, seed=seed, num_workers=workers,
-                   finish=finish, **kwargs)
-    dls = TextDataLoaders(train, train.new(valid, shuffle=False, drop_last=False))
+    dl = TextDL(train, bt, bs, loader, max_tokens, shuffle=True, seed=seed, num_workers=workers, finish=finish, **kwargs)
+    dls = TextDataLoaders(dl, dl.new(valid, shuffle=False, drop_last=False))
     dls.columns = cols,label_col,label_delim
     dls.to(default_device() if device is None else torch.device(device))
     dls.info = _described(held, vocab, bt, labels=kind, bs=bs, loader=loader, max_tokens=max_tokens,
