@@ -4619,6 +4619,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastbench.text.data._AsText': ('text/data.html#_astext', 'fastbench/text/data.py'),
                                      'fastbench.text.data._AsText.encodes': ('text/data.html#_astext.encodes', 'fastbench/text/data.py'),
                                      'fastbench.text.data._as_numbers': ('text/data.html#_as_numbers', 'fastbench/text/data.py'),
+                                     'fastbench.text.data._check_given': ('text/data.html#_check_given', 'fastbench/text/data.py'),
                                      'fastbench.text.data._column': ('text/data.html#_column', 'fastbench/text/data.py'),
                                      'fastbench.text.data._dataset': ('text/data.html#_dataset', 'fastbench/text/data.py'),
                                      'fastbench.text.data._dataset_dict': ('text/data.html#_dataset_dict', 'fastbench/text/data.py'),

@@ -246,6 +246,11 @@ class TextDataLoaders(DataLoaders):
         return self.valid.new(TextDataset(texts_of(df, cols), y, self.vocab, cols[0], cols), **kwargs)
 
 # %% ../../nbs/text/13_data.ipynb #textdls3
+def _check_given(bs, workers, kwargs):
+    check_options(TextDL, kwargs, hf_dls, ('dataset', 'num_workers', 'shuffle'))
+    check_whole(1, bs=bs)
+    if workers is not None: check_whole(0, workers=workers)
+
 def _parts(texts, y, vocab, cols, held):
     "Return the data sets for training and validation"
     def part(keep):
@@ -274,9 +279,7 @@ def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folde
            **kwargs, # For `TextDL`: window, cache, rank, world_size, drop_last, ...
     )->DataLoaders: # With `info`: sizes and all settings in effect
     "Make `DataLoaders` of any texts"
-    check_options(TextDL, kwargs, hf_dls, ('dataset', 'num_workers', 'shuffle'))
-    check_whole(1, bs=bs)
-    if workers is not None: check_whole(0, workers=workers)
+    _check_given(bs, workers, kwargs)
     df,held = _split_frame(data, valid, text_col, label_col or 'label', valid_pct, seed)
     cols = check_columns(df, text_col, 'text_col')
     texts = check_texts(texts_of(df, cols), cols[0])
@@ -287,8 +290,9 @@ def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folde
     if workers is None: workers = int((~held).sum() >= 2000 and worker_cores() > 1)
     max_tokens = _token_budget(loader, max_tokens, bs, bt.max_length)
     train,valid = _parts(texts, y, vocab, cols, held)
-    dl = TextDL(train, bt, bs, loader, max_tokens, shuffle=True, seed=seed, num_workers=workers, finish=finish, **kwargs)
-    dls = TextDataLoaders(dl, dl.new(valid, shuffle=False, drop_last=False))
+    train = TextDL(train, bt, bs, loader, max_tokens, shuffle=True, seed=seed, num_workers=workers,
+                   finish=finish, **kwargs)
+    dls = TextDataLoaders(train, train.new(valid, shuffle=False, drop_last=False))
     dls.columns = cols,label_col,label_delim
     dls.to(default_device() if device is None else torch.device(device))
     dls.info = _described(held, vocab, bt, labels=kind, bs=bs, loader=loader, max_tokens=max_tokens,
