@@ -42,6 +42,23 @@ TEXTS = [' '.join(random.Random(i).choices(WORDS, k=3+i%9)) for i in range(40)]
 def test_all_tasks_are_known(): assert set(tasks) >= {'sequence-classification', 'token-classification', 'question-answering', 'causal-lm', 'masked-lm', 'summarization', 'translation'}
 
 
+@pytest.mark.parametrize('task, example, model', [
+    (TokenClassification(['O', 'B-X']), (['ba'], ['B-X']), 'bert-tiny'), (MaskedLM(), 'ba be bi', 'bert-tiny'), (CausalLM(), 'ba be bi', 'gpt2-tiny'),
+    (QuestionAnswering(stride=4), ('be', 'ba be', 'be'), 'bert-tiny'), (Summarization(max_target=4), ('ba be', 'ba'), 't5-tiny'),
+    (SequenceClassification(['a', 'b']), ('ba', 'b'), 'bert-tiny')], ids=lambda o: getattr(o, 'name', ''))
+def test_the_task_is_that_of_the_data_unless_another_is_said(tok, task, example, model):
+    dls = task_dls(task, [example]*4, [example]*2, tok, bs=2, max_length=16, device='cpu')
+    learn = hf_learner(dls, model, pretrained=False)
+    assert type(learn.task) is type(task) and learn.task.settings == task.settings
+    if task.name != 'sequence-classification':
+        with pytest.raises(UserError, match='has other targets'): hf_learner(dls, model, 'sequence-classification', pretrained=False)
+
+
+def test_rows_of_the_hub_are_told_how_to_become_examples():
+    with pytest.raises(UserError, match=r"words and as many tags; for each row: \(row\['tokens'\], \[names\[i\] for i in row\['ner_tags'\]\]\)$"): TokenClassification(['O', 'B-X']).check([dict(id='1', tokens=['ba'], ner_tags=[0])])
+    with pytest.raises(UserError, match=r"for it; for each row: \(row\['document'\], row\['summary'\]\)$"): Summarization().check([dict(document='ba be', summary='ba', id='x')])
+
+
 # Tags
 
 def test_entities_are_counted_as_seqeval_counts():

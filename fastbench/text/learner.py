@@ -189,7 +189,7 @@ def _check_metrics(metrics, task):
 @delegates(BenchLearner)
 def hf_learner(dls, # `DataLoaders` of texts, with a tokenizer
                model, # A hub's name, a folder, a name of `hf_configs`, a config, or a model
-               task='sequence-classification', # A name in `tasks`, or a `Task`
+               task=None, # A name in `tasks`, or a `Task`; None: that of the data, or of classes of texts
                pretrained:bool=True, # Published weights; False: random ones
                loss_func=None, # As for `Learner`; None: the task's
                metrics=None, # As for `Learner`; None: the task's

@@ -12,7 +12,7 @@ from fastcore.basics import patch
 from ..errors import UserError, unknown
 from ..rules import check_whole
 from .hf import decoder_positions
-from .task import Task, TokenAccuracy, decoded, encode, one_each
+from .task import Task, TokenAccuracy, decoded, encode, how_to_pair, one_each
 from .tokenize import by_text
 
 # %% ../../nbs/text/17_seq2seq.ipynb #c8e6c1de
@@ -78,7 +78,8 @@ class Translation(Seq2Seq):
 def target(self:Seq2Seq, o, number):
     parts = [o] if isinstance(o, str) else o
     if not isinstance(parts, (tuple, list)) or not len(parts) or not isinstance(parts[0], str):
-        raise UserError(f'example {number} is {repr(o)[:60]}, and no text with the one to write for it')
+        raise UserError(f'example {number} is {repr(o)[:60]}, and not a text with the one to write for '
+                        f'it{how_to_pair(o)}')
     res = parts[1] if len(parts) > 1 else None
     if res is None or isinstance(res, str): return res
     raise UserError(f'example {number} has {repr(res)[:60]} to write, which is not a text: drop it, or put it right')

@@ -15,7 +15,7 @@ from fastcore.basics import patch
 
 from ..errors import UserError, plural
 from .examples import ExampleTokens, batch_outputs
-from .task import Task, TokenAccuracy, decoded
+from .task import Task, TokenAccuracy, decoded, how_to_pair
 from .tokenize import by_text
 
 # %% ../../nbs/text/15_tokens.ipynb #8d52796e
@@ -133,7 +133,8 @@ def encode(self:TokenClassification, tokenizer, # A fast tokenizer of transforme
 @patch
 def target(self:TokenClassification, o, number):
     if not isinstance(o, (str, tuple, list)) or not len(o) and not isinstance(o, str):
-        raise UserError(f'example {number} is {repr(o)[:60]}: an example is a list of words and as many tags')
+        raise UserError(f'example {number} is {repr(o)[:60]}: an example is a list of words and as many '
+                        f'tags{how_to_pair(o)}')
     _check_words(_words(o), _tags(o), number)
     return _tags(o)
 
