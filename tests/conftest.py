@@ -46,7 +46,8 @@ def checkout(tmp_path):
 
 @pytest.fixture
 def in_process(monkeypatch, capfd):
-    "The command in this process, which has the libraries already: exit code, stdout and stderr as `subprocess.run` gives them"
+    """The command in this process, which has the libraries already: exit code, stdout and stderr as `subprocess.run` gives them.
+    Without what a function of the user's prints: it goes where the server of the runs' processes was started"""
     from fastbench import cli
     def run(*args, cwd):
         monkeypatch.chdir(cwd)

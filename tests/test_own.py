@@ -305,10 +305,10 @@ def test_what_it_changed_is_put_back_here(home):
     assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
 
 
-def test_what_it_prints_is_shown_on_request(in_process, tmp_path):
+def test_what_it_prints_is_shown_on_request(home, tmp_path):
     (tmp_path/'says.py').write_text(TRAIN.replace('from sizes import width', 'width = 4') + '\ndef says():\n    print("good morning")\n    return make()\n')
-    assert 'good morning' not in (got := in_process('run', 'says.py:says', cwd=tmp_path)).stderr and not got.returncode
-    assert 'good morning' in in_process('run', 'says.py:says', '--show-output', cwd=tmp_path).stderr
+    assert 'good morning' not in (got := cli('run', 'says.py:says', cwd=tmp_path)).stderr and not got.returncode
+    assert 'good morning' in cli('run', 'says.py:says', '--show-output', cwd=tmp_path).stderr
 
 
 # Against another commit
