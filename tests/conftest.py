@@ -51,6 +51,7 @@ def in_process(monkeypatch, capfd):
     from fastbench import cli
     def run(*args, cwd):
         monkeypatch.chdir(cwd)
+        monkeypatch.delenv('FASTBENCH_OUT', raising=False)
         monkeypatch.setattr(sys, 'argv', ['fastbench', *map(str, args)])
         capfd.readouterr()
         with pytest.raises(SystemExit) as e: cli.main()
