@@ -1269,7 +1269,7 @@ def test_draws_of_a_generator_that_nobody_can_watch_are_refused(pets, tmp_path, 
 
 
 def test_the_transform_that_draws_is_named_though_it_often_draws_the_same(pets, tmp_path):
-    "Ten pictures alike, then another: a step after it is not taken for the one that draws"
+    "It drew twice the same: a step after it is not taken for the one that draws"
     PLANNED[:] = [0, 1, 0, 0, 0, 1]*50
     dls = make(pets, [Resize(32, method='squish'), Noisy(as_planned)])
     one_line(lambda: cached(dls, tmp_path/'c', workers=0), 'Noisy draws at random')

@@ -376,7 +376,7 @@ def test_one_line_for_a_mistake(tok, cols, kwargs, says):
 
 @pytest.mark.parametrize('given,meant', [('batch_size', 'bs'), ('num_workers', 'workers'), ('valid_size', 'valid_pct'), ('y_col', 'label_col'), ('text', 'text_col'), ('windw', 'window'), ('shuffle', None)])
 def test_an_unknown_option_is_named(tok, given, meant):
-    "fastai's loaders ignore it: with batch_size=2 there were 16 texts in a batch"
+    "fastai's loaders ignore it: with valid_size=.5 a fifth was held out; and with batch_size=4 batches had 4 texts, and the budget of tokens was that of 16"
     df = pd.DataFrame(dict(review=list('abcd'), stars=[0, 1]*2))
     with pytest.raises(UserError, match=f"^unknown option of hf_dls '{given}'") as e: hf_dls(df, tok, **{given: 2})
     assert '\n' not in str(e.value) and (meant is None or f"did you mean '{meant}'" in str(e.value)) and '`help(hf_dls)` shows all' in str(e.value)
