@@ -403,6 +403,9 @@ def test_a_climb():
     matplotlib.use('agg')
     ax = climb.plot()
     assert [o.get_text() for o in ax.get_yticklabels()] == ['baseline', 'once', 'resnet9']
+    ax.figure.canvas.draw()
+    shown = [o.get_text() for o in ax.get_xticklabels() + ax.get_xticklabels(minor=True) if o.get_text()]
+    assert shown and all(float(o.removesuffix('x')) > 0 for o in shown)  # 2x, not 2 × 10⁰
     with pytest.raises(UserError, match='nothing to draw'): LadderTable(ladder, [made_up('dawn', 'baseline')]).plot()
 
 

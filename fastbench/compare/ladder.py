@@ -183,6 +183,7 @@ def plot_ladder(climb:LadderTable, # What to draw
     ): # The axes
     "Total speed-up, rung by rung, with the accuracy that each reached"
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullLocator
     rows = [r for r in climb.rows if r['total']]
     if not rows: raise UserError('there is nothing to draw: no rung has reached the target, or the first has not')
     if ax is None: _,ax = plt.subplots(figsize=(8, .42*len(rows)+1.2), layout='constrained')
@@ -191,6 +192,7 @@ def plot_ladder(climb:LadderTable, # What to draw
     ax.scatter([x for _,x in known], [i for i,_ in known], color='tab:orange', zorder=3,
                label='published, on its author\'s machine')
     ax.set(xlabel='times as fast to the target as the first rung', xscale='log')
+    ax.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator(), major_formatter='{x:g}x')
     ax.set_title(climb.ladder.name, loc='left')
     top = max([r['total_high'] or r['total'] for r in rows] + [x for _,x in known])
     ax.set_xlim(right=top*max(3*max(1, top)**.3, (top/ax.get_xlim()[0])**.6))  # room for the words
