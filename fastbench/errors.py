@@ -56,15 +56,21 @@ def unknown(kind:str, # What the name should have been: `'recipe'`, `'field'`
     return f"unknown {kind} {name!r}{f'; did you mean {near[0]!r}?' if near else '.'} {few}"
 
 # %% ../nbs/00_errors.ipynb #taken002
-def check_taken(cls, # That takes the options
+def check_taken(takers, # The class or function that takes the options; or several, each passing on to the next
                 options, # Names, or a dict
                 kind:str, # What they are: `'option of strategy'`
+                without=(), # Those that a taker sets itself
+                also=None, # What others call them -> what they are called here
+                all='', # Where to find all of them
     ):
-    "Raise a `UserError` for an option that `cls` does not take"
-    taken = signature(cls.__init__).parameters
-    if any(o.kind == o.VAR_KEYWORD for o in taken.values()): return
+    "Raise a `UserError` for an option that nobody takes"
+    takers = takers if isinstance(takers, tuple) else (takers,)
+    taken = [signature(o.__init__ if isinstance(o, type) else o).parameters for o in takers]
+    if any(o.kind == o.VAR_KEYWORD for o in taken[-1].values()): return
+    known = set().union(*taken) - {'self', 'kwargs', *without}
+    also = {k: v for k,v in (also or {}).items() if v in known}
     for k in options:
-        if k not in taken: raise UserError(unknown(kind, k, sorted({*taken} - {'self'})))
+        if k not in known: raise UserError(unknown(kind, k, sorted(known), all, also))
 
 # %% ../nbs/00_errors.ipynb #bdf6790e
 def plural(n:int, # How many

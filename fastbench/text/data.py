@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import torch
 from fastai.data.block import TransformBlock
-from fastai.data.core import DataLoaders
+from fastai.data.core import DataLoaders, TfmdDL
 from fastai.torch_core import default_device
 from fasttransform import Transform
 
@@ -23,9 +23,10 @@ from ..machine.environment import worker_cores
 from ..data.table import part_of
 from ..errors import UserError, unknown
 from ..rules import check_whole, is_number
-from .dataset import (TextDataset, as_columns, check_columns, check_fills, check_options,
-                                    check_texts, texts_of)
+from .dataset import (TextDataset, as_columns, check_columns, check_fills, check_texts,
+                                    texts_of)
 from .loader import TextDL
+from .order import check_options
 from .tokenize import BatchTokenizer
 
 # %% ../../nbs/text/13_data.ipynb #07c6a449
@@ -247,7 +248,7 @@ class TextDataLoaders(DataLoaders):
 
 # %% ../../nbs/text/13_data.ipynb #textdls3
 def _check_given(bs, workers, kwargs):
-    check_options(TextDL, kwargs, hf_dls, ('dataset', 'num_workers', 'shuffle'))
+    check_options((hf_dls, TextDL, TfmdDL), kwargs, ('dataset', 'num_workers', 'shuffle'))
     check_whole(1, bs=bs)
     if workers is not None: check_whole(0, workers=workers)
 
@@ -317,7 +318,7 @@ def HFTextBlock(tokenizer, # A tokenizer of transformers, a hub name or a folder
                 **kwargs, # For `TextDL`
     )->TransformBlock:
     "Make a block of texts, or of pairs of texts, for a `DataBlock`"
-    check_options(TextDL, kwargs, HFTextBlock, ('dataset',))
+    check_options((HFTextBlock, TextDL, TfmdDL), kwargs, ('dataset',))
     bt = BatchTokenizer(tokenizer, max_length, pad_to_multiple_of)
     dls_kwargs = dict(tokenizer=bt, loader=loader, max_tokens=max_tokens, **kwargs)
     return TransformBlock(type_tfms=_AsText(), dl_type=TextDL, dls_kwargs=dls_kwargs)

@@ -15,9 +15,9 @@ from fastcore.basics import merge
 from fastcore.foundation import L
 
 from ..errors import UserError, unknown
-from .dataset import ShowsTexts, TextDataset, check_fills, check_options
+from .dataset import ShowsTexts, TextDataset, check_fills
 from .loader import TextDL
-from .order import kinds
+from .order import check_options, kinds
 from .task import tasks
 from .tokenize import BatchTokenizer, pad_with_end
 
@@ -33,7 +33,7 @@ class TaskDL(ShowsTexts, TfmdDL):
                  seed=None, # Random seed of the order
                  num_workers:int=0, # Processes that make batches
                  **kwargs):
-        check_options(TaskDL, kwargs)
+        check_options((TaskDL, TfmdDL), kwargs)
         self.task,self.tokenizer,self.max_length,self.seed = task,tokenizer,max_length,seed
         super().__init__(dataset, bs=bs, shuffle=shuffle, num_workers=num_workers,
                          **merge(dict(do_setup=False), kwargs))
@@ -109,7 +109,7 @@ def task_dls(task, # A `Task`
     if isinstance(task, str):
         like = f', such as {tasks[task].__name__}(...)' if task in tasks else ''
         raise UserError(f'task_dls takes a task that is made{like}, not its name {task!r}')
-    check_options(TextDL if loader else TaskDL, kwargs, task_dls, ('dataset', 'shuffle', 'finish'))
+    check_options((task_dls, TextDL if loader else TaskDL, TfmdDL), kwargs, ('dataset', 'shuffle', 'finish'))
     for o,part in (('train', train), ('valid', valid)):
         if not len(part): raise UserError(f'{o} has no examples')
     train,valid = task.check(list(train), 'train'),task.check(list(valid), 'valid')

@@ -21,8 +21,8 @@ from ..machine import group as ranks
 from ..machine.dealing import Dealt
 from ..measure.loader import host_batches
 from ..train.transfer import batches_on
-from .dataset import ShowsTexts, TextDataset, check_options
-from .order import check_budget, cut, first_fit, kinds, plan_epoch
+from .dataset import ShowsTexts, TextDataset
+from .order import check_budget, check_options, cut, first_fit, kinds, plan_epoch
 from .tokenize import BatchTokenizer, TokenCache
 
 # %% ../../nbs/text/07_loader.ipynb #ae952315
@@ -57,7 +57,7 @@ class TextDL(ShowsTexts, Dealt, TfmdDL):
         task=None, # Defines what `show_batch` shows, if that is more than texts and labels
         num_workers:int=0, # Processes that make batches, as long as there is something to tokenize
         **kwargs):
-        check_options(TextDL, kwargs)
+        check_options((TextDL, TfmdDL), kwargs)
         if isinstance(dataset, str): dataset = [dataset]
         if isinstance(dataset, (list, tuple)): dataset = TextDataset(dataset)
         if loader not in kinds: raise UserError(unknown('loader', loader, kinds))
