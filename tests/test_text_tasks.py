@@ -50,6 +50,7 @@ def test_the_task_is_that_of_the_data_unless_another_is_said(tok, task, example,
     dls = task_dls(task, [example]*4, [example]*2, tok, bs=2, max_length=16, device='cpu')
     learn = hf_learner(dls, model, pretrained=False)
     assert type(learn.task) is type(task) and learn.task.settings == task.settings
+    for same in task.name, type(task): assert hf_learner(dls, model, same, pretrained=False).task.settings == task.settings
     if task.name != 'sequence-classification':
         with pytest.raises(UserError, match='has other targets'): hf_learner(dls, model, 'sequence-classification', pretrained=False)
 
