@@ -4638,6 +4638,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastbench.text.data._one_each': ('text/data.html#_one_each', 'fastbench/text/data.py'),
                                      'fastbench.text.data._one_level': ('text/data.html#_one_level', 'fastbench/text/data.py'),
                                      'fastbench.text.data._parts': ('text/data.html#_parts', 'fastbench/text/data.py'),
+                                     'fastbench.text.data._plain': ('text/data.html#_plain', 'fastbench/text/data.py'),
                                      'fastbench.text.data._read': ('text/data.html#_read', 'fastbench/text/data.py'),
                                      'fastbench.text.data._rows': ('text/data.html#_rows', 'fastbench/text/data.py'),
                                      'fastbench.text.data._several': ('text/data.html#_several', 'fastbench/text/data.py'),

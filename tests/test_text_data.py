@@ -561,3 +561,9 @@ def test_names_of_columns_that_are_no_text(tok, texts):
         assert '\n' not in str(e.value)
     levels = df.set_axis(pd.MultiIndex.from_tuples([('a', 't'), ('a', 'l'), ('b', 'v')]), axis=1)
     with pytest.raises(UserError, match=r"have several levels, as \('a', 't'\): give them one"): hf_dls(levels, tok, text_col=[('a', 't')], label_col=[('a', 'l')])
+
+
+@pytest.mark.parametrize('column', [pd.Series([1, 0, 1]).astype('category'), pd.Series([np.array([1, 0]), np.array([0]), np.array([1])]), pd.Series([list(np.array([1, 0])), [], []])], ids=['category', 'arrays', 'lists'])
+def test_names_of_labels_are_plain_numbers(column):
+    "As JSON can hold them: a Learner is exported with them, and `predict` shows them"
+    assert [(o, type(o)) for o in labels_of(pd.DataFrame(dict(label=column)), 'label', [True]*3)[1]] == [(0, int), (1, int)]

@@ -123,10 +123,12 @@ def _labelled(df, cols):
         raise UserError(f'row {int(bad.argmax())} has no label in column {cols[0]}: drop that row, or label it')
 
 # %% ../../nbs/text/13_data.ipynb #0e93ca37
+def _plain(o): return o.item() if isinstance(o, np.generic) else o # JSON knows no number of NumPy
+
 def _several(col, train, delim, vocab=None):
     "Return the labels of texts with several, and their names"
     sets = [[p for p in o.split(delim) if p] if delim else list(o) for o in col]
-    if vocab is None: vocab = sorted({p for o,t in zip(sets, train) if t for p in o})
+    if vocab is None: vocab = sorted({_plain(p) for o,t in zip(sets, train) if t for p in o})
     at = {o: i for i,o in enumerate(vocab)}
     y = torch.zeros(len(sets), len(vocab))
     for i,o in enumerate(sets):
