@@ -29,7 +29,7 @@ from ..machine.group import local_world_size, world_size
 from .cut import CannotPlan, CropPlan, cut, cut_exactly
 from .decode import CorruptImage, Header, read_header, unreadable
 from .fastest import choose_decoder
-from .memory import RecycledMemory, chunk_size
+from .memory import RecycledMemory
 from .pool import DrawsInThreads
 from .seeded import SeededDL, item_name, item_seed
 from ..rules import check_whole
@@ -220,10 +220,7 @@ def _in_floats(self:PoolDL, x):
     "Floats in recycled memory, if `IntToFloatTensor` comes next on the host: it divides them in place"
     f = next(iter(self.after_batch.fs), None)
     if type(f) is not IntToFloatTensor or 'before_call' in vars(f) or get_worker_info(): return x
-    if self.device is not None and torch.device(self.device).type != 'cpu': return x
-    res = self.memory.empty(*x.shape)
-    for a,b in zip(res.split(chunk_size(x)), x.split(chunk_size(x))): a.copy_(b)
-    return res
+    return self.memory.empty(*x.shape).copy_(x) if self._on_host() else x
 
 # %% ../../nbs/draw/06_loader.ipynb #e3914fe2
 def _no_batch(dl, made):

@@ -216,6 +216,10 @@ class DrawsInThreads:
             self.begin_more()
             yield b
 
+    def _on_host(self):
+        "Do batches stay where they are made, and not go on to a GPU?"
+        return self.device is None or torch.device(self.device).type == 'cpu'
+
     def _pinned(self):
         if self.device is None or torch.device(self.device).type != 'cuda' or get_worker_info(): return False
         return torch.cuda.is_available() # which a worker process cannot use

@@ -127,7 +127,7 @@ def _begun(self:CachedDL, idxs, step=16): # step: images in a piece
     self.crop.next_items(idxs)
     h,w = store.shapes[0][idxs][:,:2].T
     norm = next((f for f in self.after_batch.fs if isinstance(f, NormalizeBytes)), None)
-    in_floats = norm and training and (self.device is None or self.device.type == 'cpu')
+    in_floats = norm and training and self._on_host()
     fields[0] = self._room(len(idxs), in_floats)
     drawn = self.crop.draw_boxes(len(idxs), h, w) if training else None
     pieces = [(0, slice(i, i+step)) for i in range(0, len(idxs), step)]

@@ -23,10 +23,9 @@ from ..machine.environment import worker_cores
 from ..data.table import part_of
 from ..errors import UserError, unknown
 from ..rules import check_whole, is_number
-from .dataset import (TextDataset, as_columns, check_columns, check_fills, check_texts,
-                                    texts_of)
+from .dataset import TextDataset, as_columns, check_columns, check_texts, texts_of
 from .loader import TextDL
-from .order import check_options
+from .order import check_fills, check_options
 from .tokenize import BatchTokenizer
 
 # %% ../../nbs/text/13_data.ipynb #07c6a449

@@ -15,9 +15,9 @@ from fastcore.basics import merge
 from fastcore.foundation import L
 
 from ..errors import UserError, unknown
-from .dataset import ShowsTexts, TextDataset, check_fills
+from .dataset import ShowsTexts, TextDataset
 from .loader import TextDL
-from .order import check_options, kinds
+from .order import check_fills, check_options, kinds
 from .task import tasks
 from .tokenize import BatchTokenizer, pad_with_end
 
