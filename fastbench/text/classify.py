@@ -57,8 +57,6 @@ class SequenceClassification(Task):
 
     @classmethod
     def from_dls(cls, dls, **settings):
-        own = getattr(getattr(dls, 'train', None), 'task', None)
-        if isinstance(own, cls): return cls(**own.settings | settings)
         kind = settings.pop('kind', None) or label_kind(dls)
         y = dls.train_ds[0][-1] if kind == 'regression' else None
         n = torch.as_tensor(y).numel() if y is not None else 1

@@ -32,10 +32,6 @@ class TokenPerplexity(LeanLoss):
 class LanguageTask(Task):
     "A task that makes its targets from the texts"
     per_token = True
-    @classmethod
-    def from_dls(cls, dls, **settings):
-        own = getattr(dls.train, 'task', None)
-        return cls(**settings) if settings or not isinstance(own, cls) else own
     def metrics(self): return [TokenPerplexity()]
     def finish(self, x, y=None): # x: dict of a batch; y: labels, not used
         "Return a batch with its targets"

@@ -88,8 +88,6 @@ class QuestionAnswering(Task):
                  impossible:bool=False, # Whether a question may have no answer
         ): self.stride,self.longest,self.impossible = stride,longest,impossible
 
-    @classmethod
-    def from_dls(cls, dls, **settings): return getattr(dls.train, 'task', None) or cls(**settings)
     def loss_func(self): return SpanLoss()
     def metrics(self): return [SpanMatch()]
     def is_one(self, item, pairs): return isinstance(item, dict) or isinstance(item, tuple) and isinstance(item[0], str)

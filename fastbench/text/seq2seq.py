@@ -55,8 +55,6 @@ class Seq2Seq(Task):
         self.max_target,self.prefix,self.score = max_target,prefix,score or self.score
         if self.score not in _scores: raise UserError(unknown('score', self.score, list(_scores)))
 
-    @classmethod
-    def from_dls(cls, dls, **settings): return getattr(dls.train, 'task', None) or cls(**settings)
     def n_targets(self, y): return (y != -100).sum()
     def metrics(self): return [TokenAccuracy()]
     def bind(self, learn):

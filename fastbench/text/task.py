@@ -51,7 +51,7 @@ class Task:
 
     def __init__(self, **settings): self.__dict__.update(settings)
     @classmethod
-    def from_dls(cls, dls, # `DataLoaders`
+    def from_dls(cls, dls, # `DataLoaders` that were made without a task
                  **settings, # Settings that the data does not give
         ):
         "Make the task that fits the data"
@@ -262,8 +262,10 @@ def find_task(task, # A name in `tasks`, a `Task`, or a class of them; None: tha
         if dls is not None: _check_same(task, dls)
         if settings: raise UserError(f"this task is made already: {', '.join(settings)} cannot change it")
         return task
-    res = task(**settings) if dls is None else task.from_dls(dls, **settings)
-    if settings and dls is not None: _check_same(res, dls)
+    if dls is None: return task(**settings)
+    if isinstance(own, task) and not settings: return own
+    res = task(**own.settings | settings) if isinstance(own, Task) else task.from_dls(dls, **settings)
+    if settings: _check_same(res, dls)
     return res
 
 # %% ../../nbs/text/13_task.ipynb #f54c7fb4

@@ -71,7 +71,7 @@ class TokenClassification(Task):
         return cls(sorted({t for _,tags in examples for t in tags}, key=lambda o: (o != 'O', o)))
 
     @classmethod
-    def from_dls(cls, dls, **settings): return getattr(dls.train, 'task', None) or cls(dls.vocab, **settings)
+    def from_dls(cls, dls, **settings): return cls(dls.vocab, **settings)
     @property
     def n_out(self): return len(self.vocab)
     def metrics(self):
