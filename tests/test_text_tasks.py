@@ -55,6 +55,14 @@ def test_the_task_is_that_of_the_data_unless_another_is_said(tok, task, example,
         with pytest.raises(UserError, match='has other targets'): hf_learner(dls, model, 'sequence-classification', pretrained=False)
 
 
+def test_another_class_of_the_same_kind_is_made_with_the_settings_of_the_data(tok):
+    dls = task_dls(Summarization(max_target=4), [('ba be', 'ba')]*4, [('ba be', 'ba')]*2, tok, bs=2, max_length=16, device='cpu')
+    found = find_task('translation', dls)
+    assert found.name == 'translation' and found.settings == dls.train.task.settings
+    assert find_task('summarization', dls) is dls.train.task
+    with pytest.raises(UserError, match='max_target=4, and the task has max_target=8'): find_task('summarization', dls, max_target=8)
+
+
 def test_rows_of_the_hub_are_told_how_to_become_examples():
     with pytest.raises(UserError, match=r"words and as many tags; for each row: \(row\['tokens'\], \[names\[i\] for i in row\['ner_tags'\]\]\)$"): TokenClassification(['O', 'B-X']).check([dict(id='1', tokens=['ba'], ner_tags=[0])])
     with pytest.raises(UserError, match=r"for it; for each row: \(row\['document'\], row\['summary'\]\)$"): Summarization().check([dict(document='ba be', summary='ba', id='x')])
