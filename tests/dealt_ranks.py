@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import fastai.callback.schedule  # adds lr_find
-from fastai.callback.core import Callback, CancelStepException
+from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException
 from fastai.callback.progress import CSVLogger
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders, Datasets, TfmdDL
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader as TorchDL
 import fastbench.distributed.learner  # adds distributed
 from fastbench.machine import group
 from fastbench.train.learner import BenchLearner
-from processes import NAMES, apart, forked
+from processes import NAMES, apart, flat, forked
 
 G = torch.Generator().manual_seed(3)
 N, BS = 64, 8
@@ -186,6 +186,27 @@ def alone_in_a_step(strategy):
     return said(f)
 
 
+LEAVES = dict(batch=CancelBatchException, backward=CancelBackwardException, epoch=CancelEpochException, fit=CancelFitException)
+LEFT = [f'{e}-{k}' for e in ('before_batch', 'after_pred', 'after_loss', 'before_backward') for k in LEAVES if k != 'backward' or e == 'before_backward']
+
+
+def leaving(event, why, ranks):
+    "Callbacks: one that leaves the second batch of an epoch in some processes, one that counts steps"
+    def leave(self):
+        if self.training and self.iter == 1 and group.rank() in ranks: raise LEAVES[why]
+    def count(self): self.learn.steps = getattr(self.learn, 'steps', 0) + 1
+    return type('Leaves', (Callback,), {event: leave})(), type('Counts', (Callback,), dict(after_step=count))()
+
+
+def left(strategy, what, *ranks):
+    "What is said when the processes `ranks` leave a batch, and the steps of all and their weights if nothing is"
+    learn = learner(cbs=leaving(*what.split('-'), ranks))
+    def f():
+        with learn.distributed(strategy, cpu=True, tell=lambda o: None): fit(learn)
+    line = said(f)
+    return line, group.gather(learn.steps), line or len(set(group.gather(str(flat(learn.model).tolist()))))
+
+
 class Spare(nn.Linear):
     "Has weights that are not used"
     def __init__(self):
@@ -288,6 +309,7 @@ def main(folder):
         own['history'] = history(folder, strategy)
         group.barrier()
         own |= dict(split=another_split(strategy), alone=alone_in_a_step(strategy), option=wrong_option(strategy), unused=unused(strategy), exported=exported(folder, strategy))
+        own['left'] = {k: dict(by_one=left(strategy, k, 1), by_all=left(strategy, k, 0, 1)) for k in LEFT}
         learn = learner()
         with learn.distributed(strategy, cpu=True, tell=lambda o: None): own['lr_find'] = dict(want=one, got=found(learn))
     res['workers'] = with_workers()

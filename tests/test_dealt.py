@@ -80,6 +80,20 @@ def test_a_step_that_some_processes_skip_is_an_error_in_all(two, strategy):
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
+@pytest.mark.parametrize('what', dealt_ranks.LEFT)
+def test_what_one_process_leaves_all_leave_and_a_batch_of_one_is_an_error_in_all(two, strategy, what):
+    "Epochs of four batches: all end at the second one, or train on after it, with the same weights"
+    steps = dict(batch=6, backward=8, epoch=2, fit=1)[what.split('-')[1]]
+    for r in two:
+        o = r[strategy]['left'][what]
+        assert o['by_all'] == [None, [steps]*2, 1]
+        if steps < 3: assert o['by_one'] == o['by_all']
+        else:
+            line, n, _ = o['by_one']
+            assert line.startswith('UserError') and line.splitlines()[-1].strip().removeprefix('UserError: ').startswith('process 1 left out batch 2 of the epoch') and 'any_rank' in line and n == [1, 1]
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
 def test_an_unknown_option_of_a_strategy_is_named(two, strategy):
     for r in two: assert r[strategy]['option'].startswith(f"UserError: unknown option of strategy '{strategy}' 'cpus'; did you mean 'cpu'?")
 
