@@ -23,6 +23,7 @@ from torch._utils import ExceptionWrapper
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.utils.data._utils import worker as loader_processes
 
 # %% ../nbs/00_compat.ipynb #596d65a1
 foreach_add_,foreach_copy_,foreach_div_ = torch._foreach_add_,torch._foreach_copy_,torch._foreach_div_
@@ -113,10 +114,19 @@ def is_view(t # A tensor
     return t._is_view()
 
 # %% ../nbs/00_compat.ipynb #ldstart2
-def wrap_loader_start(f # Called with fastai's function and the number of the loader process
+_loader_loop = loader_processes._worker_loop
+
+class _Begins:
+    "PyTorch's function for loader processes, with another one before it"
+    def __init__(self, f): self.f = f
+    def __call__(self, *args):
+        self.f()
+        _loader_loop(*args)
+
+def wrap_loader_start(f # Called without arguments, a function of a module
     ):
     "Begin each loader process that this process starts from now on with `f`"
-    loads._wif = partial(f, loads._wif)
+    loader_processes._worker_loop = _Begins(f)
 
 # %% ../nbs/00_compat.ipynb #6c9c8e7b
 def _as_it_is(*args): return args[-1]

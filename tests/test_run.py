@@ -4,9 +4,12 @@ import math
 import os
 import platform
 import random
+import signal
 import socket
+import subprocess
 import warnings
 
+import fastai.data.load
 import numpy as np
 import pytest
 import torch
@@ -194,14 +197,43 @@ def test_shared_memory_that_is_short_is_explained(monkeypatch):
     assert '--shm-size' in train().error and '/torch_1' in train().error
 
 
-@pytest.mark.skipif(not hasattr(os, 'fork'), reason='a forked loader process')
-def test_a_batch_that_cannot_be_handed_over_is_an_error_and_no_wait(monkeypatch):
-    import fastai.data.load as loads
+@pytest.fixture
+def kept_loaders(monkeypatch):
+    "What the process of a run does before it trains; its loaders are forked"
+    from torch.utils.data._utils import worker
     from fastbench.bench.loaders import keep_loaders
-    monkeypatch.setattr(loads, '_wif', loads._wif)
+    if not hasattr(signal, 'sigwaitinfo'): pytest.skip('this system cannot tell who sent a signal')
+    monkeypatch.setattr(worker, '_worker_loop', worker._worker_loop)
     keep_loaders()
-    dl = loads.DataLoader(list(range(4)), bs=2, num_workers=1, timeout=300, create_batch=lambda b: lambda: b)
-    with pytest.raises(Exception, match="Caught.* in a loader process(.|\n)*pickle"): list(dl)
+
+
+class Unsendable(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, i): return lambda: i
+
+
+def loaders(kind, items, **kwargs):
+    if kind == 'torch': return torch.utils.data.DataLoader(items, batch_size=2, num_workers=1, collate_fn=list, **kwargs)
+    return fastai.data.load.DataLoader(items, bs=2, num_workers=1, create_batch=list, **kwargs)
+
+
+@pytest.mark.parametrize('kind', ['fastai', 'torch'])
+def test_a_batch_that_cannot_be_handed_over_is_an_error_and_no_wait(kept_loaders, kind):
+    with pytest.raises(Exception, match="Caught.* in a loader process(.|\n)*pickle"): list(loaders(kind, Unsendable(), timeout=300))
+
+
+class Signalled(torch.utils.data.Dataset):
+    "Its third item has somebody else send SIGTERM to the loader process"
+    def __len__(self): return 6
+    def __getitem__(self, i):
+        if i == 2: subprocess.run(['kill', '-TERM', str(os.getpid())], check=True)
+        return i
+
+
+@pytest.mark.parametrize('kind,context', [('fastai', None), ('torch', None), ('torch', 'spawn')])
+def test_loader_processes_outlive_a_signal_that_reaches_all(kept_loaders, kind, context):
+    made = loaders(kind, Signalled(), **(dict(multiprocessing_context=context) if context else {}))
+    assert [list(map(int, o)) for o in made] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_one_checkpoint_that_was_not_written_is_one():

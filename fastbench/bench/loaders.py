@@ -23,11 +23,10 @@ def _obey_parent():
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent: pass
     os._exit(0)
 
-def _start_loader(begin, i):
+def _start_loader():
     Queue._on_queue_feeder_error = _hand_over_error
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     threading.Thread(target=_obey_parent, daemon=True).start()
-    begin(i)
 
 # %% ../../nbs/bench/00_loaders.ipynb #ldkeep04
 def keep_loaders():
