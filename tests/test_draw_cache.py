@@ -644,13 +644,24 @@ class Named:
     def __getitem__(self, i): return PILImage.create(Path(self.folder)/self.names[i]).resize((8, 8)), i % 2
 
 
-@pytest.mark.parametrize('how', ['paths', 'strings', 'array', 'folder', 'ImageFolder'])
-def test_a_file_that_a_data_set_of_ones_own_names_is_part_of_the_key(pets, tmp_path, how):
+class Numbered(Named):
+    "Whose code makes the names of the files"
+    def __getitem__(self, i): return PILImage.create(f'{self.folder}/{self.names[i]}.jpg').resize((8, 8)), i % 2
+
+
+def opened(stem): return PILImage.create(FOLDER/f'{stem}.jpg').resize((8, 8))
+def odd(stem): return len(stem) % 2
+
+
+@pytest.mark.parametrize('how', ['paths', 'strings', 'array', 'folder', 'ImageFolder', 'numbered', 'relative', 'by_a_transform'])
+def test_a_file_that_a_data_set_of_ones_own_names_is_part_of_the_key(pets, tmp_path, how, monkeypatch):
     "One that was replaced is not read from an old cache"
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
-    files = sorted_files(pets)
-    data = dict(paths=Named(files), strings=Named([*map(str, files)]), array=Named(np.array([*map(str, files)])),
+    files, stems = sorted_files(pets), [str(o.relative_to(pets).with_suffix('')) for o in sorted_files(pets)]
+    monkeypatch.setitem(globals(), 'FOLDER', pets)
+    monkeypatch.chdir(pets.parent)
+    data = dict(numbered=Numbered(stems, str(pets)), relative=Numbered(stems, Path(pets.name)), by_a_transform=Datasets(stems, [[opened], [odd]]), paths=Named(files), strings=Named([*map(str, files)]), array=Named(np.array([*map(str, files)])),
                 folder=Named([str(o.relative_to(pets)) for o in files], str(pets)),
                 ImageFolder=ImageFolder(pets, v2.Compose([v2.ToImage(), v2.Resize((8, 8)), v2.ToDtype(torch.float32, scale=True)])))[how]
     def first(): return np.asarray(cached(data, tmp_path/'c', workers=0)[0][0]).astype(float)
@@ -658,6 +669,19 @@ def test_a_file_that_a_data_set_of_ones_own_names_is_part_of_the_key(pets, tmp_p
     assert np.array_equal(before, first()) and len(folders(tmp_path/'c')) == 1
     Image.new('RGB', (60, 60), (255, 0, 0)).save(files[0])
     assert np.array_equal(first(), np.asarray(data[0][0]).astype(float)) and not np.array_equal(first(), before)
+
+
+def test_what_else_lies_in_the_folder_of_a_data_set_makes_no_other_key(pets):
+    "A model that was saved, a log, and the caches themselves"
+    data = Numbered([str(o.relative_to(pets).with_suffix('')) for o in sorted_files(pets)], pets)
+    cached(data, pets/'caches', workers=0)
+    (pets/'models').mkdir()
+    for o in 'models/best.pth', 'history.csv', 'caches/.unfinished.npz': (pets/o).write_bytes(b'x')
+    cached(data, pets/'caches', workers=0)
+    assert len(folders(pets/'caches')) == 1
+    Image.new('RGB', (60, 60)).save(pets/'another.jpg')
+    cached(data, pets/'caches', workers=0)
+    assert len(folders(pets/'caches')) == 2
 
 
 def test_types_of_numbers_can_be_told():

@@ -18,7 +18,8 @@ from fastcore.foundation import L
 from fasttransform import Transform
 from PIL import Image
 
-from ..data.fingerprint import fingerprint_files, fingerprint_rows
+from ..data.fingerprint import fingerprint_rows
+from .files import contents_of, named_files, path_of
 from ..errors import UserError
 
 # %% ../../nbs/draw/21_describe.ipynb #fdb07478
@@ -235,12 +236,6 @@ def _each(items):
     "The items as fastai gives them: of a table its rows"
     return (items.iloc[i] for i in range(len(items))) if _is_table(items) else items
 
-def _path(o):
-    "The file that an item is, or holds"
-    if isinstance(o, (str, os.PathLike)): return Path(o) if len(os.fspath(o)) < 4096 and os.path.isfile(o) else None
-    x = getattr(o, 'x', None)
-    return _path(x) if isinstance(x, os.PathLike) else None
-
 # %% ../../nbs/draw/21_describe.ipynb #c9ae458f
 def _path_steps(fs, item):
     "How many transforms still give a file"
@@ -248,50 +243,44 @@ def _path_steps(fs, item):
     for i,f in enumerate(fs, 1):
         try: item = f(item)
         except Exception: return n
-        if _path(item): n = i
+        if path_of(item): n = i
         elif not isinstance(item, (str, os.PathLike)): return n
     return n
 
 # %% ../../nbs/draw/21_describe.ipynb #fc1b7d69
 def _files(items, pipelines):
     "Files that items are, or become on the way"
-    res = [] if _is_table(items) else [_path(o) for o in items]
+    res = [] if _is_table(items) else [path_of(o) for o in items]
     for fs in pipelines:
         if not len(items) or not (n := _path_steps(fs, next(iter(_each(items))))): continue
         for o in _each(items):
             for f in fs[:n]: o = f(o)
-            res.append(_path(o))
+            res.append(path_of(o))
     return [o for o in dict.fromkeys(res) if o is not None]
 
 # %% ../../nbs/draw/21_describe.ipynb #6d90a7d9
-def _contents(files):
-    "The folder of files, and what tells their contents"
-    root = os.path.commonpath([o.absolute().parent for o in files]) if files else ''
-    names = [os.path.relpath(o, root) for o in files]
-    found,how = fingerprint_files(files, names, ['']*len(files)) if files else ('', '')
-    return root, found, names, [o.stat().st_mtime_ns for o in files] if how == 'names and sizes' else []
+def _named_by(fs):
+    "What tells the contents of the files that transforms name, if there are any"
+    tell = Describer('a transform')
+    for f in fs: tell(f)
+    return list(contents_of(found)[1:]) if (found := named_files(tell.texts)) else []
 
 def fingerprint_items(items, # What a data set begins with
                       pipelines=(), # Lists of transforms, which may lead from an item to a file
     )->str: # Twelve hexadecimal digits
     "Return a hash that identifies the items of a data set and the files behind them"
-    root,*said_of = _contents(_files(items, pipelines))
+    root,*said_of = contents_of(files := _files(items, pipelines))
+    if not files: said_of += _named_by(f for fs in pipelines for f in fs)
     tell = Describer('an item')
     said = _table(items, tell) if _is_table(items) else [_item(o, root, tell) for o in items]
     return fingerprint([*said_of, said])
 
 # %% ../../nbs/draw/21_describe.ipynb #dscrdat1
-def _named_files(texts):
-    "Files that texts name, by themselves or in a folder that is among them"
-    texts = [Path(o) for o in dict.fromkeys(map(os.fspath, texts)) if 0 < len(o) < 4096 and '\0' not in o]
-    folders = [Path(), *(o for o in texts if o.is_absolute() and o.is_dir())]
-    return [f for o in texts for folder in folders[:1 if o.is_absolute() else None] if _path(f := folder/o)]
-
 def describe_data(dataset # A data set of one's own, or of another library
     )->list: # Plain values
     "All that its items depend on, with the contents of the files that it names"
     tell = Describer(f'the data set {type(dataset).__name__}')
-    return [tell(dataset), *_contents(_named_files(tell.texts))[1:]]
+    return [tell(dataset), *contents_of(named_files(tell.texts))[1:]]
 
 # %% ../../nbs/draw/21_describe.ipynb #f9f48b04
 def _table(df, tell):
@@ -304,6 +293,6 @@ def _table(df, tell):
 
 def _item(o, root, tell):
     "An item without the folder it lies in"
-    if (file := _path(o)) is None: return tell(o)
+    if (file := path_of(o)) is None: return tell(o)
     rest = [] if isinstance(o, (str, os.PathLike)) else [tell(getattr(o, 'y', None))]
     return [os.path.relpath(file.absolute(), root), *rest]
