@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 import fastai.callback.schedule  # adds lr_find
 from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException
-from fastai.callback.progress import CSVLogger
+from fastai.callback.progress import CSVLogger, ShowGraphCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders, Datasets, TfmdDL
 from fastai.data.load import DataLoader
@@ -169,6 +169,12 @@ def history(folder, strategy):
     return [o.split(',')[0] for o in (learn.path/'history.csv').read_text().splitlines()]
 
 
+def graph(strategy):
+    "Only the first process has a bar to draw it into"
+    with (learn := learner()).distributed(strategy, cpu=True, tell=lambda o: None):
+        return said(lambda: learn.fit(1, cbs=ShowGraphCallback()))
+
+
 class Alone(Callback):
     "Cancels a step in the last process only"
     def before_step(self):
@@ -308,7 +314,7 @@ def main(folder):
         own['lines'] = {k: lines_of(f, strategy) for k, f in LOSSES.items()}
         own['history'] = history(folder, strategy)
         group.barrier()
-        own |= dict(split=another_split(strategy), alone=alone_in_a_step(strategy), option=wrong_option(strategy), unused=unused(strategy), exported=exported(folder, strategy))
+        own |= dict(split=another_split(strategy), graph=graph(strategy), alone=alone_in_a_step(strategy), option=wrong_option(strategy), unused=unused(strategy), exported=exported(folder, strategy))
         own['left'] = {k: dict(by_one=left(strategy, k, 1), by_all=left(strategy, k, 0, 1)) for k in LEFT}
         learn = learner()
         with learn.distributed(strategy, cpu=True, tell=lambda o: None): own['lr_find'] = dict(want=one, got=found(learn))

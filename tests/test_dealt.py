@@ -49,6 +49,11 @@ def test_the_first_process_writes_the_history(two, strategy):
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
+def test_the_process_with_the_bar_draws_the_graph(two, strategy):
+    for r in two: assert r[strategy]['graph'] is None
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
 def test_lr_find_goes_through_all_learning_rates(two, strategy):
     for r in two:
         o = r[strategy]['lr_find']

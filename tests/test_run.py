@@ -236,6 +236,18 @@ def test_loader_processes_outlive_a_signal_that_reaches_all(kept_loaders, kind, 
     assert [list(map(int, o)) for o in made] == [[0, 1], [2, 3], [4, 5]]
 
 
+@pytest.mark.parametrize('where', ['learner', 'fit'])
+def test_a_graph_that_draws_into_the_progress_bar_is_left_out(monkeypatch, where):
+    "As courses of fastai have it: nobody looks at the bar of a run, so there is none, and fastai's `ShowGraphCallback` insists on it"
+    from fastai.callback.progress import ShowGraphCallback
+    real = module.bench_learner
+    def made(*args, **kwargs): return real(*args, **kwargs).add_cb(ShowGraphCallback())
+    if where == 'learner': monkeypatch.setattr(module, 'bench_learner', made)
+    else: monkeypatch.setattr(type(get_recipe('digits-xresnet18')), 'fit', lambda self, learn: learn.fit(1, cbs=ShowGraphCallback()))
+    run = train()
+    assert run.status == 'ok', run.error
+
+
 def test_one_checkpoint_that_was_not_written_is_one():
     import types
     run = types.SimpleNamespace(warnings=[])

@@ -36,6 +36,7 @@ from ..recipe import Recipe, as_dict, get_recipe
 from ..runs.record import Run, plain
 from ..train.learner import Switches, find_device
 from ..train.loop import FastLoop
+from ..train.quiet import pause_graphs, quiet
 from ..train.resume import CheckpointEvery
 from ..train.arriving import Arriving
 
@@ -69,6 +70,7 @@ class Watch(Callback):
 
     def before_fit(self):
         if self.diverged or self.stopped: raise CancelFitException  # the next of several fits
+        pause_graphs(self.learn)
 
 # %% ../../nbs/bench/01_run.ipynb #befd03ec
 @patch
@@ -208,7 +210,7 @@ def _together(learn, strategy, run):
 
 def _fit(learn, r, stop):
     if stop(): raise KeyboardInterrupt
-    with learn.no_bar(), learn.no_logging(): r.fit(learn)
+    with quiet(learn): r.fit(learn)
 
 
 # %% ../../nbs/bench/01_run.ipynb #31411007
@@ -223,7 +225,7 @@ def _goal_of(learn):
 def _on_test(learn):
     "Return loss and metrics on the test set"
     learn.remove_cbs([Profiler, Watch, TimeToAccuracy, Energy, SaveModelCallback, CheckpointEvery])
-    with learn.no_bar(), learn.no_logging(): values = learn.validate(2)
+    with quiet(learn): values = learn.validate(2)
     return dict(zip(['loss', *(o.name for o in learn.metrics)], map(float, values)))
 
 def _at_rest(state, idle):

@@ -13,11 +13,11 @@ from statistics import mean, median
 from time import perf_counter
 
 from fastai.callback.core import Callback
-from fastai.callback.progress import ProgressCallback  # adds no_bar
 from fastai.learner import Learner
 
 from .verdict import Verdict, compare_times
 from ..train.arriving import mark_queue
+from ..train.quiet import quiet
 
 # %% ../../nbs/compare/01_paired.ipynb #97cd27af
 def _seconds(work, clock):
@@ -77,7 +77,7 @@ def step_seconds(learn:Learner, # What to train, for an epoch
     )->float: # Seconds
     "Median seconds of a training step in an epoch"
     ends = _StepEnds()
-    with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=ends)
+    with quiet(learn): learn.fit(1, cbs=ends)
     return median(ends.seconds()[max(skip-1, 0):])
 
 # %% ../../nbs/compare/01_paired.ipynb #1a47e809

@@ -29,6 +29,7 @@ from ..measure.lifecycle import DuringFit
 from ..measure.profiler import noting
 from ..measure.stopwatch import GRADIENT_SYNC
 from ..train.items import told_items
+from ..train.quiet import is_graph
 
 # %% ../../nbs/distributed/05_ranks.ipynb #726ef79a
 class _Alone(list):
@@ -92,7 +93,8 @@ def switch_on(self:RankTrainer):
     self.at_end(s.during(learn))
     learn.engine = engine_of(learn, s)
     for cb in learn.cbs:
-        if isinstance(cb, CSVLogger) and rank() and not self._since: cb.run = False # fastai's: until the fit is over
+        if (isinstance(cb, CSVLogger) or is_graph(cb)) and rank() and not self._since:
+            cb.run = False # fastai's: until the fit is over
 
 @patch
 def before_batch(self:RankTrainer):
