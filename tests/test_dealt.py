@@ -6,6 +6,9 @@ import pytest
 pytest.importorskip('accelerate')
 import dealt_ranks
 import processes
+import torch
+from fastai.callback.channelslast import ChannelsLast as FastaiChannelsLast
+from fastbench.callback.channelslast import ChannelsLast
 from fastbench.errors import UserError
 from started import done_by_all
 
@@ -132,3 +135,13 @@ def test_options_of_accelerate_go_through_the_learner():
     learn = dealt_ranks.learner()
     with pytest.raises(UserError, match="tell the Learner"), learn.distributed('ddp', cpu=True, mixed_precision='bf16', tell=lambda o: None): dealt_ranks.fit(learn, 1)
     with learn.distributed('ddp', cpu=True, mixed_precision='no', tell=lambda o: None): dealt_ranks.fit(learn, 1)
+
+
+@pytest.mark.parametrize('made', [FastaiChannelsLast, ChannelsLast])
+def test_channels_last_is_for_whole_weights(made):
+    "It ended in an error of PyTorch about DTensors"
+    learn = dealt_ranks.learner(model=torch.nn.Sequential(torch.nn.Conv2d(1, 3, 2), torch.nn.Flatten()))
+    learn.add_cb(made())
+    with pytest.raises(UserError, match=r"channels-last.*'fsdp' cuts.*to_contiguous"), learn.distributed('fsdp', cpu=True, tell=lambda o: None): pass
+    learn.to_contiguous()
+    with learn.distributed('fsdp', cpu=True, tell=lambda o: None): pass

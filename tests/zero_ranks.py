@@ -11,6 +11,7 @@ from fastai.optimizer import SGD, Adam, OptimWrapper, ranger
 
 import fastbench.distributed.learner  # adds distributed
 from fastbench.callback.amp import MixedPrecision
+from fastbench.callback.channelslast import ChannelsLast
 from fastbench.callback.compiling import Compile
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.half import HalfPrecision
@@ -132,7 +133,7 @@ def refused():
     res['ranger'] = why(ranger)
     res['rmsprop'] = why(partial(OptimWrapper, opt=torch.optim.RMSprop))
     res['made'] = why(OptimWrapper(opt=torch.optim.AdamW(learner().model.parameters())))
-    res |= {type(o).__name__: why(cbs=o) for o in (Compile(), HalfPrecision())} | dict(EMACallback=why(cbs=EMACallback(), stage='zero3'))
+    res |= {type(o).__name__: why(cbs=o) for o in (Compile(), HalfPrecision(), ChannelsLast())} | dict(EMACallback=why(cbs=EMACallback(), stage='zero3'))
     res |= dict(fastais=why(cbs=FastaiMixedPrecision(amp_mode=AMPMode.BF16)), fp16=why(cbs=MixedPrecision('fp16')))
     res['later'] = why(f=lambda learn: fit(learn, 1, cbs=[Compile()]))
     res['norm'] = why(cbs=GradientClip(1., 1.))

@@ -9,6 +9,7 @@ __all__ = ['sharded_copy', 'fill', 'FSDP', 'load_state']
 from collections import Counter
 
 import torch
+from fastai.callback.channelslast import ChannelsLast
 from fastai.learner import load_model
 from fastai.optimizer import OptimWrapper
 from fastcore.basics import noop, patch
@@ -126,6 +127,9 @@ def _refuse(self:FSDP, learn, device):
     if not list(learn.model.parameters()): raise UserError("strategy 'fsdp' needs a model with weights")
     other = next((type(o).__name__ for o in learn.cbs if isinstance(o, Compile)), None)
     if other: raise UserError(f"{other} was never tried with strategy 'fsdp': remove_cb({other}), or strategy='ddp'")
+    if any(isinstance(o, ChannelsLast) for o in learn.cbs):
+        raise UserError("channels-last is a layout of whole weights, and strategy 'fsdp' cuts them: "
+                        "learn.to_contiguous(), or strategy='ddp'")
     if _dtype(learn) == torch.float16:
         raise UserError("half precision in fp16 was never tried with strategy 'fsdp': learn.to_half('bf16')")
 

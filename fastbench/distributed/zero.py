@@ -11,6 +11,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import torch
+from fastai.callback.channelslast import ChannelsLast
 from fastai.callback.fp16 import AMPMode
 from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
 from fastai.callback.training import GradientClip
@@ -144,7 +145,7 @@ def _freeze_to(self:ZeRO, own, n):
                         'and begin another one for each part of fine_tune')
 
 # %% ../../nbs/distributed/04_zero.ipynb #33dc77bc
-_untried = HalfPrecision,Compile
+_untried = HalfPrecision,Compile,ChannelsLast
 
 @patch
 def _refuse(self:ZeRO, learn):
