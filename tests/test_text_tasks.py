@@ -263,6 +263,18 @@ def test_a_question_that_cannot_be_is_named_with_its_field(tok, loader, bad, sai
         with pytest.raises(UserError, match=f'example 1: its {list(bad)[0]} is missing'): task_dls(QuestionAnswering(), [ok, lacking], [ok], tok, device='cpu', loader=loader)
 
 
+def test_labels_of_an_array_are_plain_ones(tok, tmp_path):
+    "As `np.unique` gives them: those of NumPy cannot be exported"
+    import numpy as np
+    task = SequenceClassification(np.unique([1, 0, 1, 0]))
+    assert task.vocab == [0, 1] and {type(o) for o in task.vocab} == {int}
+    with pytest.raises(UserError, match='1 label'): SequenceClassification(np.unique([1]))
+    rows = [('ba bi', 0), ('bo', 1)]*2
+    learn = small(task_dls(task, rows, rows, tok, device='cpu', bs=2), 'bert-tiny', task)
+    learn.export(tmp_path/'model')
+    assert (tmp_path/'model').exists() and type(learn.predict('ba')[0]) is int
+
+
 def test_questions_in_every_form_of_squad():
     import numpy as np
     for o in (dict(text=['bi'], answer_start=[3]), dict(text=np.array(['bi'], object), answer_start=np.array([3])), dict(text='bi', answer_start=3), dict(text=['bi']), 'bi'):

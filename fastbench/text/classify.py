@@ -12,6 +12,7 @@ from fastai.metrics import AccumMetric, F1ScoreMulti, R2Score, accuracy, accurac
 from fastcore.basics import patch
 
 from ..errors import UserError, unknown
+from .data import _plain
 from .task import Task, encode
 
 # %% ../../nbs/text/14_classify.ipynb #c2d4bef6
@@ -48,12 +49,13 @@ class SequenceClassification(Task):
                  kind:str='single', # 'single', 'multi' (each label or not) or 'regression'
                  n:int=1, # Number of values that a regression predicts
         ):
+        vocab = None if vocab is None else [*map(_plain, vocab)]
         if kind not in _losses:
             raise UserError(unknown('kind of labels', kind, list(_losses)))
         if kind != 'regression' and (vocab is None or len(vocab) < (2 if kind == 'single' else 1)):
             raise UserError(f'the data has {len(vocab or ())} label ({", ".join(map(str, vocab or ()))}): '
                             'there is nothing to tell apart')
-        self.vocab,self.kind,self.n = None if kind == 'regression' else list(vocab),kind,n
+        self.vocab,self.kind,self.n = None if kind == 'regression' else vocab,kind,n
 
     @classmethod
     def from_dls(cls, dls, **settings):
