@@ -9,12 +9,10 @@ __all__ = ['foreach_add_', 'foreach_copy_', 'foreach_div_', 'foreach_lerp_', 'fo
            'call_after_backward', 'without_subclasses', 'is_view', 'wrap_loader_start', 'remember_pass']
 
 # %% ../nbs/00_compat.ipynb #b661f758
-from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
-import fastai.data.load as loads
 from fastai.callback.core import _inner_loop as inner_loop
 from fastai.data.load import _loaders as batch_iterators
 from fastai.learner import _cast_tensor as cast_tensors
