@@ -9,6 +9,7 @@ __all__ = ['ZeRO', 'Zero1', 'Zero2', 'Zero3', 'Zero2Offload', 'Zero3Offload']
 import warnings
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from itertools import product
 
 import torch
 from fastai.callback.channelslast import ChannelsLast
@@ -145,17 +146,17 @@ def _freeze_to(self:ZeRO, own, n):
                         'and begin another one for each part of fine_tune')
 
 # %% ../../nbs/distributed/04_zero.ipynb #33dc77bc
-_untried = HalfPrecision,Compile,ChannelsLast
+_goes_with = {HalfPrecision: "'fsdp'", Compile: "'ddp'", ChannelsLast: "'ddp'", EMACallback: "'ddp' or 'fsdp'"}
 
 @patch
 def _refuse(self:ZeRO, learn):
     if isinstance(learn.opt_func, OptimWrapper):
         raise UserError(f'strategy {self.name!r} has to make the optimizer anew, and this one is made already: '
                         'opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)')
-    no = (*_untried, EMACallback) if self.stage == 3 else _untried
-    other = next((type(o).__name__ for o in learn.cbs if isinstance(o, no)), None)
-    if other: raise UserError(f"{other} was never tried with strategy {self.name!r}: remove_cb({other}), or "
-                              "strategy='ddp' or 'fsdp'")
+    for o,(k,other) in product(learn.cbs, _goes_with.items()):
+        if isinstance(o, k) and (k is not EMACallback or self.stage == 3):
+            raise UserError(f'{k.__name__} was never tried with strategy {self.name!r}: remove_cb({k.__name__}), or '
+                            f'strategy={other}')
     _check_precision(self, learn)
     clips = [o for o in learn.cbs if isinstance(o, GradientClip)]
     if len(clips) > 1 or any(o.norm_type != 2 for o in clips):
