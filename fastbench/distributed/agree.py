@@ -20,6 +20,7 @@ from ..machine.group import OtherFailed, broadcast, max_over_ranks, rank, world_
 from ..measure.lifecycle import DuringFit
 from ..measure.profiler import noted
 from ..measure.stopwatch import FIRST, LAST, LOSS_SYNC, STEP_SYNC
+from ..train.rehearsal import acts_by_user
 
 # %% ../../nbs/distributed/01_agree.ipynb #9214fa72
 _endings = CancelEpochException, CancelFitException, CancelTrainException, CancelValidException
@@ -77,7 +78,8 @@ class DecideTogether(DuringFit):
 
     def _batch(self, one_batch, i, b):
         if self.alone: return one_batch(i, b)
-        why,self._stepped,self._ahead = None,False,list(self._meetings)*self.learn.training
+        why,self._stepped = None,False
+        self._ahead = list(self._meetings) if self.learn.training else []
         try: one_batch(i, b)
         except _endings as e: why = e
         except Exception as e:
@@ -108,14 +110,10 @@ def _agree(self:DecideTogether, why):
 # %% ../../nbs/distributed/01_agree.ipynb #meet0002
 MEETINGS = dict(before_batch=('before_batch',), before_backward=('after_pred', 'after_loss', 'before_backward'))
 
-def _by_user(cb, event):
-    module = getattr(getattr(cb, event, None), '__module__', None) or 'fastai'
-    return module.split('.')[0] not in ('fastai', 'fastbench')
-
 def meetings_of(cbs # Callbacks
     )->list: # Of a bool for each of `MEETINGS`
     "Return before which meetings one of the callbacks could leave a batch"
-    return [any(_by_user(cb, e) for cb in cbs for e in events) for events in MEETINGS.values()]
+    return [any(acts_by_user(cb, events) for cb in cbs) for events in MEETINGS.values()]
 
 # %% ../../nbs/distributed/01_agree.ipynb #meet0005
 @patch
