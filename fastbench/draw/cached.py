@@ -76,9 +76,10 @@ def cache_key(dataset, # Of a loader
     "What a cache of a data set depends on"
     pipelines = _pipelines(dataset)
     _check_no_chance(pipelines)
-    made = [[describe(f) for f in o] for o in (*pipelines, fs)]
+    texts = []
+    made = [[describe(f, texts) for f in o] for o in (*pipelines, fs)]
     if not pipelines: made.append(describe_data(dataset))
-    items = fingerprint_items(_items_of(dataset), pipelines)
+    items = fingerprint_items(_items_of(dataset), pipelines, texts)
     split = getattr(dataset, 'split_idx', None)
     return fingerprint([items, made, split, list(map(str, _versions())), [repr(o) for o in asked]])
 

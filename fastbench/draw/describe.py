@@ -218,11 +218,15 @@ def _slots(c):
     return [o for o in ((slots,) if isinstance(slots, str) else slots) if o not in ('__dict__', '__weakref__')]
 
 # %% ../../nbs/draw/21_describe.ipynb #e24aabce
-def describe(tfm # A transform, or a function
+def describe(tfm, # A transform, or a function
+             texts=None, # List that gets the texts that it holds, which may name files
     )->list: # Plain values
     "All that the result of a transform depends on, besides its input"
     name = getattr(tfm, 'name', None) or getattr(tfm, '__qualname__', type(tfm).__name__)
-    return Describer(f"the transform {' '.join(str(name).split(' -- ')[0].split())[:80]}")(tfm)
+    tell = Describer(f"the transform {' '.join(str(name).split(' -- ')[0].split())[:80]}")
+    said = tell(tfm)
+    if texts is not None: texts += tell.texts
+    return said
 
 def fingerprint(o # Plain values: lists and texts
     )->str: # Twelve hexadecimal digits
@@ -259,18 +263,13 @@ def _files(items, pipelines):
     return [o for o in dict.fromkeys(res) if o is not None]
 
 # %% ../../nbs/draw/21_describe.ipynb #6d90a7d9
-def _named_by(fs):
-    "What tells the contents of the files that transforms name, if there are any"
-    tell = Describer('a transform')
-    for f in fs: tell(f)
-    return list(contents_of(found)[1:]) if (found := named_files(tell.texts)) else []
-
 def fingerprint_items(items, # What a data set begins with
                       pipelines=(), # Lists of transforms, which may lead from an item to a file
+                      texts=(), # That the transforms hold: they may name files where items do not
     )->str: # Twelve hexadecimal digits
     "Return a hash that identifies the items of a data set and the files behind them"
     root,*said_of = contents_of(files := _files(items, pipelines))
-    if not files: said_of += _named_by(f for fs in pipelines for f in fs)
+    if not files and (named := named_files(texts)): said_of += contents_of(named)[1:]
     tell = Describer('an item')
     said = _table(items, tell) if _is_table(items) else [_item(o, root, tell) for o in items]
     return fingerprint([*said_of, said])

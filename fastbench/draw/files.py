@@ -40,7 +40,7 @@ def _data_in(folder):
         yield from (Path(at)/o for o in names if os.path.splitext(o)[1].lower() in _types)
 
 def _holds_all(folder):
-    "Does it hold the home folder, or all that is temporary?"
+    "Does it hold the home folder, or the one for temporary files?"
     return any(Path(o).resolve().is_relative_to(folder.resolve()) for o in (Path.home(), tempfile.gettempdir()))
 
 # %% ../../nbs/draw/20_files.ipynb #files013
