@@ -10,7 +10,7 @@ import warnings
 from functools import partial
 
 import torch
-from fastai.callback.progress import CSVLogger
+from fastai.callback.progress import CSVLogger, ShowGraphCallback
 from fastai.distributed import DistributedDL, DistributedTrainer
 from fastai.torch_core import nested_reorder, to_concat, to_detach
 from fastcore.basics import noop, patch
@@ -29,7 +29,6 @@ from ..measure.lifecycle import DuringFit
 from ..measure.profiler import noting
 from ..measure.stopwatch import GRADIENT_SYNC
 from ..train.items import told_items
-from ..train.quiet import is_graph
 
 # %% ../../nbs/distributed/05_ranks.ipynb #726ef79a
 class _Alone(list):
@@ -72,6 +71,8 @@ def _check_items(loaders):
                         '(sorted(files)). Make the same data in each')
 
 # %% ../../nbs/distributed/05_ranks.ipynb #ec9221fa
+_of_first = CSVLogger,ShowGraphCallback # the first process writes the file and has the bar
+
 @patch
 def switch_on(self:RankTrainer):
     "Set model, loaders and log of this process"
@@ -93,8 +94,7 @@ def switch_on(self:RankTrainer):
     self.at_end(s.during(learn))
     learn.engine = engine_of(learn, s)
     for cb in learn.cbs:
-        if (isinstance(cb, CSVLogger) or is_graph(cb)) and rank() and not self._since:
-            cb.run = False # fastai's: until the fit is over
+        if isinstance(cb, _of_first) and rank() and not self._since: cb.run = False # fastai's: until the fit is over
 
 @patch
 def before_batch(self:RankTrainer):

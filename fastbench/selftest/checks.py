@@ -20,6 +20,7 @@ from ..train.optimizer import fused_sgd
 from ..errors import UserError
 from ..bench.run import run_recipe
 from ..train.learner import BenchLearner
+from ..train.quiet import quiet
 
 # %% ../../nbs/selftest/00_checks.ipynb #ck000005
 class NotHere(Exception): "This device cannot answer a check; the message says why"
@@ -62,7 +63,7 @@ def _learner(here, recipe='digits-xresnet18', **changes):
         return bench_learner(recipe, device=here.device, offline=True, **{'workers': 0, **changes})
 
 def _fit(learn, n=1, **kwargs):
-    with learn.no_bar(), learn.no_logging(), warnings.catch_warnings():
+    with quiet(learn), warnings.catch_warnings():
         warnings.simplefilter('ignore')
         learn.fit(n, **kwargs)
     return learn
@@ -111,7 +112,7 @@ def count_waits(here:Here, # Device to count on
     "Return how often the host waits for the device in a training step"
     learn,seen = _learner(here, recipe, **changes).profile(hold=False),_Waits()
     try:
-        with learn.no_bar(), learn.no_logging(), warnings.catch_warnings(record=True) as got:
+        with quiet(learn), warnings.catch_warnings(record=True) as got:
             warnings.simplefilter('always')
             learn.fit(1, cbs=seen)
     finally: torch.cuda.set_sync_debug_mode('default')
