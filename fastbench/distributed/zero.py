@@ -9,7 +9,6 @@ __all__ = ['ZeRO', 'Zero1', 'Zero2', 'Zero3', 'Zero2Offload', 'Zero3Offload']
 import warnings
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from itertools import product
 
 import torch
 from fastai.callback.channelslast import ChannelsLast
@@ -153,10 +152,10 @@ def _refuse(self:ZeRO, learn):
     if isinstance(learn.opt_func, OptimWrapper):
         raise UserError(f'strategy {self.name!r} has to make the optimizer anew, and this one is made already: '
                         'opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)')
-    for o,(k,other) in product(learn.cbs, _goes_with.items()):
-        if isinstance(o, k) and (k is not EMACallback or self.stage == 3):
-            raise UserError(f'{k.__name__} was never tried with strategy {self.name!r}: remove_cb({k.__name__}), or '
-                            f'strategy={other}')
+    for k,other in _goes_with.items():
+        if (k is EMACallback and self.stage < 3) or not any(isinstance(o, k) for o in learn.cbs): continue
+        raise UserError(f'{k.__name__} was never tried with strategy {self.name!r}: remove_cb({k.__name__}), or '
+                        f'strategy={other}')
     _check_precision(self, learn)
     clips = [o for o in learn.cbs if isinstance(o, GradientClip)]
     if len(clips) > 1 or any(o.norm_type != 2 for o in clips):
