@@ -48,7 +48,9 @@ def checkout(tmp_path):
 def in_process(monkeypatch, capfd):
     """The command in this process, which has the libraries already: exit code, stdout and stderr as `subprocess.run` gives them.
     Without what a function of the user's prints: it goes where the server of the runs' processes was started"""
-    from fastbench import cli
+    from fastbench import cli, recipe
+    recipe.recipes()
+    known = [(o, dict(o)) for o in (recipe._registry, recipe._suites, recipe._published, recipe._variants, recipe._typical)]
     def run(*args, cwd):
         monkeypatch.chdir(cwd)
         monkeypatch.delenv('FASTBENCH_OUT', raising=False)
@@ -57,7 +59,10 @@ def in_process(monkeypatch, capfd):
         with pytest.raises(SystemExit) as e: cli.main()
         out, err = capfd.readouterr()
         return SimpleNamespace(returncode=e.value.code or 0, stdout=out, stderr=err)
-    return run
+    yield run
+    for o, was in known: # a suite in a file registers what it trains, and the next test has this process too
+        o.clear()
+        o.update(was)
 
 
 @pytest.fixture(scope='module')

@@ -253,6 +253,19 @@ def test_a_list_is_read_down_its_columns(kept, monkeypatch, capsys):
     assert said(80, 'recipes')[1].split() == ['kind', 'data', 'download', 'device'] and 'scanned' not in ' '.join(said(80, 'recipes')) and 'scanned' in ' '.join(said(200, 'recipes'))
 
 
+def test_a_long_name_leaves_the_other_columns_their_room(monkeypatch, capsys):
+    "That of a training of one's own is a path"
+    from fastbench import recipe
+    recipes = {'p'*61: get_recipe('digits-xresnet18', name='p'*61), 'q'*90: get_recipe('digits-xresnet18', name='q'*90)}
+    for k, o in recipes.items(): monkeypatch.setitem(recipe._registry, k, o)
+    for room in (80, 120):
+        monkeypatch.setattr('fastbench.command.keep._room', lambda: room)
+        lines = command(monkeypatch, capsys, 'list', 'recipes')[1].splitlines()
+        i = lines.index('  ' + 'q'*90)
+        assert lines[i + 1].split()[:4] == ['XResNet', 'digits', 'no', 'any'] and max(len(o) for o in lines if o != lines[i]) <= room
+        assert lines[i + 1].index('XResNet') == next(o.index('XResNet') for o in lines if o.startswith('  digits-xresnet18'))
+
+
 def test_runs_are_told_apart_by_what_differs(tmp_path, monkeypatch, capsys):
     for i, bs in enumerate((64, 128)): save(make(id=f'digits-xresnet18-20261120T12000000{i}-00000000', recipe=dict(name='digits-xresnet18', bs=bs, size=32), precision=dict(effective='fp32')), tmp_path)
     lines = command(monkeypatch, capsys, 'list', 'runs', '--out', tmp_path)[1].splitlines()

@@ -57,6 +57,7 @@ def _room(): # Characters of a line; a pipe has no end
 
 def _lines(row, widths, room):
     "A row: its last column wraps, below the others if it has little room beside them"
+    if widths and len(row[0]) > widths[0]: return ['  ' + row[0]] + _lines(['', *row[1:]], widths, room)
     first = '  ' + ''.join(o.ljust(w + 2) for o,w in zip(row, widths))
     least = min(len(row[-1]), 36)
     indent,start = (len(first), 0) if room - len(first) >= least else (6, 1)
@@ -68,6 +69,8 @@ def _section(title, rows, head=()):
     "Aligned columns under a title; below `head` the last one may be left out"
     body,room = [list(head)]*bool(head) + [list(map(str, o)) for o in rows],_room()
     *widths,_ = (max(map(len, o)) for o in zip(*body))
+    beside = room - sum(o + 2 for o in widths[1:]) - 4
+    if head: widths[0] = max((len(o[0]) for o in body if len(o[0]) <= beside), default=0)
     if head and room - sum(o + 2 for o in widths) < 32: body,widths = [o[:-1] for o in body],widths[:-1]
     print('\n'.join([title] + [line for o in body for line in _lines(o, widths, room)]))
 
