@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from fastbench import __version__
 from fastbench import cli
 from fastbench.bench import launch as launch_module
+from fastbench.errors import UserError
 from fastbench.machine.download import DataUnavailable
 from fastbench.measure.table import seconds
 from fastbench.recipe import as_dict, get_recipe, suites, typical_seconds
@@ -61,6 +63,33 @@ def test_options_become_the_recipe(launched, monkeypatch, capsys, tmp_path):
     want = get_recipe('digits-xresnet18', precision='bf16', bs=7, epochs=3, batches=5, data='auto:digits', workers=1, seed=9)
     assert code == 0 and launched == [(want, dict(repeat=i, device='cuda:1', offline=True, energy=True)) for i in range(2)]
     assert [o.seed for o in load_all(tmp_path)[0]] == [9, 10]
+
+
+@pytest.mark.parametrize('name', ['launch', 'scale', 'doctor'])
+def test_what_trains_one_recipe_takes_the_options_of_run(name, monkeypatch, capsys, tmp_path):
+    "One need not know that --epochs is a field"
+    asked = []
+    def instead(*args, **kwargs):
+        asked.append((args, kwargs))
+        raise UserError('that is all')
+    for o in ('fastbench.command.launch.run_all', 'fastbench.command.scale.run_all', 'fastbench.bench.learner.bench_learner'): monkeypatch.setattr(o, instead)
+    words = '--precision bf16 --batch-size 8 --epochs 3 --batches 5 --data auto --workers 1 --seed 9 --sample .5 --offline --set wd=.1'.split()
+    assert command(monkeypatch, capsys, name, 'digits-xresnet18', *words, *('--out', tmp_path)*(name != 'doctor'))[0] == 2
+    ((what, *_), how), = asked
+    want = get_recipe('digits-xresnet18', precision='bf16', bs=8, epochs=3, batches=5, data='auto:digits', workers=1, seed=9, sample=.5, wd=.1)
+    assert {getattr(o, 'recipe', o) for o in (what if isinstance(what, list) else [what])} == {want} and how['offline']
+
+
+def test_doctor_of_the_machine_takes_no_field(monkeypatch, capsys):
+    code, _, err = command(monkeypatch, capsys, 'doctor', '--no-trial', '--epochs', '2')
+    assert code == 2 and err == 'fastbench: epochs would change a recipe: name it, `fastbench doctor RECIPE`\n'
+
+
+def test_the_largest_batch_of_another_size(monkeypatch, capsys):
+    made = []
+    monkeypatch.setattr('fastbench.bench.learner.bench_learner', lambda recipe, **_: made.append(recipe) or SimpleNamespace(find_batch_size=lambda **_: 1/0))
+    command(monkeypatch, capsys, 'find-batch-size', 'photos-xresnet18', '--set', 'size=48')
+    assert made[0].size == 48
 
 
 def test_a_suite_ends_with_its_table(launched, monkeypatch, capsys, tmp_path):

@@ -15,13 +15,15 @@ import typer
 from ..errors import UserError
 from ..recipe import but, get_recipe
 from .ab import _time
-from .options import Device, Json, argument, field, flag, folder, option
+from .options import (
+    Device, Json, Offline, argument, changing, field, flag, folder, option)
 from .terminal import app, example, names_like, say, told_as_run
 
 # %% ../../nbs/command/08_doctor.ipynb #1ad1d09a
 _what = 'Training whose input to diagnose: what a step waits for, and what would help. If left out: this machine.'
 
 @app.command(epilog=example('fastbench doctor', 'fastbench doctor photos-xresnet18'))
+@changing
 def doctor(
     diagnosed:argument(Optional[str], _what, metavar='[RECIPE|FILE.py]', autocompletion=names_like,
                        show_default=False)=None,
@@ -31,16 +33,16 @@ def doctor(
                   parser=_time, metavar='TIME')=None,
     recipe:option(str, 'Recipe that the trial runs.', metavar='RECIPE', autocompletion=names_like,
                   show_default='digits-xresnet18, cut short')='digits-xresnet18',
-    fields:option(list[str], 'A field of the recipe to diagnose.', '--set', metavar='FIELD=VALUE')=None,
-    device:Device=None,
+    changes=None, device:Device=None,
     keep:option(folder, 'Keep the Runs of the trial here.', parser=folder, metavar='FOLDER',
                 show_default='they are not kept')=None,
-    as_json:Json=False,
+    offline:Offline=False, as_json:Json=False,
 ):
     "Look at this machine. With a RECIPE: find out what its steps wait for."
     from fastbench.compare.doctor import doctor
     from fastbench.bench.launch import Interrupted
-    if diagnosed: return _diagnose(diagnosed, dict(map(field, fields or ())), device, budget, as_json)
+    if diagnosed: return _diagnose(diagnosed, changes, device, budget, offline, as_json)
+    if changes: raise UserError(f"{' and '.join(changes)} would change a recipe: name it, `fastbench doctor RECIPE`")
     try: found = doctor(not no_trial, n, budget, recipe, device, keep, lambda o: say(f'  {o}'))
     except Interrupted as e:
         print('fastbench: interrupted; `fastbench doctor --no-trial` looks without running anything', file=sys.stderr)
@@ -48,14 +50,15 @@ def doctor(
     print(found.to_json() if as_json else found)
 
 # %% ../../nbs/command/08_doctor.ipynb #bb4a9e67
-def _diagnose(given, changes, device, budget, as_json):
+def _diagnose(given, changes, device, budget, offline, as_json):
     recipe = get_recipe(given, **changes)
     say(f'  measuring steps of {recipe.name} with and without its loader')
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # of imports
         from fastbench.bench.learner import bench_learner
         import fastbench.draw.diagnose  # adds Learner.diagnose_input
-    with told_as_run(recipe): found = bench_learner(recipe, device=device).diagnose_input(budget or 20.)
+    with told_as_run(recipe):
+        found = bench_learner(recipe, device=device, offline=offline).diagnose_input(budget or 20.)
     print(found.to_json() if as_json else found)
     change = next(filter(partial(_takes, recipe), found.best['changes'] if found.best else ()), None)
     if change and not as_json: _say_proof(given, changes, change)
@@ -68,5 +71,5 @@ def _takes(recipe, change):
 
 def _say_proof(given, changes, change):
     "Say which command compares a training with and without the best remedy"
-    sets = [f'--set {o}' for o in change.split()] + [f'--both {k}={v}' for k,v in changes.items()]
+    sets = [f'--set {o}' for o in change.split()] + [f"--both {shlex.quote(f'{k}={v}')}" for k,v in changes.items()]
     say('to prove it: ' + ' '.join(['fastbench ab', shlex.quote(given), *sets]))

@@ -11,31 +11,31 @@ from pathlib import Path
 import typer
 
 from fastbench.command.options import (
-    CheckpointInterval, Device, Json, Nproc, Offline, Out, Resume, ShowOutput, Strategy, argument, field, flag,
+    CheckpointInterval, Device, Json, Offline, Out, Resume, ShowOutput, Strategy, argument, changing, flag,
     given, option, placed)
 from .terminal import app, example, full, names_like, print_json, print_runs, run_all
 from ..errors import UserError
-from ..recipe import but, get_recipe
+from ..recipe import get_recipe
 from ..runs.store import FOLDER, check_folder, load
 
 # %% ../../nbs/command/11_launch.ipynb #b6bab15e
 @app.command(epilog=example('fastbench launch docstrings-distilbert --nproc 2 --strategy fsdp'))
 @placed
+@changing
 def launch(
     name:argument(str, 'What to train; FILE.py or FILE.py:NAME for a function of your own.', metavar='RECIPE|FILE.py',
                   autocompletion=names_like),
-    nproc:Nproc=2, strategy:Strategy=None,
-    place=None,
+    nproc:option(int, 'Processes per machine that train together, each with its own batch of that size.', min=1)=2,
+    strategy:Strategy=None, place=None, changes=None,
     dry_run:flag('Print what would be run or submitted, and stop.', '--dry-run')=False,
     repeats:option(int, 'Runs, with seeds one apart.', min=1)=1,
     timeout:option(float, 'Seconds to wait for the other processes before giving up.', min=1)=1800.,
     max_restarts:option(int, 'How often to restart all processes when one fails.', min=0)=0,
-    fields:option(list[str], 'A field of the recipe; may be repeated.', '--set', metavar='FIELD=VALUE')=None,
     device:Device=None, out:Out=Path(FOLDER), checkpoint_every:CheckpointInterval=None, resume:Resume=False,
     show_output:ShowOutput=False, offline:Offline=False, as_json:Json=False,
 ):
     "Train in several processes, and keep one Run."
-    recipe = but(get_recipe(name), **dict(map(field, fields or ())))
+    recipe = get_recipe(name, **changes)
     more = given(dict(resume=resume or None, checkpoint_every=checkpoint_every))
     from fastbench.bench.processes import Starter
     start = Starter(nproc, strategy, timeout=timeout, max_restarts=max_restarts, place=place)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Out', 'Json', 'ShowOutput', 'CheckpointInterval', 'Resume', 'Plot', 'Markdown', 'Offline', 'Anyway', 'Device',
            'Nproc', 'Strategy', 'AtPrecision', 'On', 'Threshold', 'Price', 'FailAbove', 'Valid', 'TextCol', 'LabelCol',
-           'Precision', 'samples', 'share', 'given', 'field', 'prices', 'picture', 'folder', 'held_out', 'argument',
-           'option', 'flag', 'placed']
+           'Set', 'Precision', 'samples', 'share', 'given', 'field', 'prices', 'picture', 'folder', 'held_out',
+           'argument', 'option', 'flag', 'changing', 'placed']
 
 # %% ../../nbs/command/00_options.ipynb #0b7e0003
 import shlex, sys
@@ -14,7 +14,7 @@ from enum import Enum
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Optional, get_args
 
 import typer
 
@@ -140,6 +140,47 @@ _valid = 'Your own data: what to validate on: a share (20%), a column or folder 
 Valid = option(str, _valid, metavar='SHARE|NAME|PATH', show_default='what the data says, else 20%')
 TextCol = option(str, 'Your own table: the column of the texts.', metavar='COLUMN')
 LabelCol = option(str, 'Your own table: the column of the labels.', metavar='COLUMN')
+Set = option(list[str], 'Any other field of the recipe; may be repeated.', '--set', metavar='FIELD=VALUE')
+
+# %% ../../nbs/command/00_options.ipynb #6e51c102
+def _instead(name, options, read):
+    "A decorator: `options` in place of a command's parameter `name`; it gets what `read` makes of them"
+    def changed(command):
+        @wraps(command)
+        def run(**values):
+            asked = {k: values.pop(k) for k in options}
+            return command(**values, **{name: read(asked, values)})
+        own,named = signature(command).parameters.items(),Parameter.KEYWORD_ONLY
+        none = {k: False if get_args(o)[0] is bool else None for k,o in options.items()}
+        more = [Parameter(k, named, annotation=o, default=none[k]) for k,o in options.items()]
+        params = [o for k,p in own for o in (more if k == name else [p.replace(kind=named)])]
+        run.__signature__ = signature(run).replace(parameters=params)
+        run.__annotations__ = {o.name: o.annotation for o in params}
+        return run
+    return changed
+
+# %% ../../nbs/command/00_options.ipynb #6e51c105
+_fields = dict(
+    precision=AtPrecision,
+    batch_size=option(samples, 'Samples per batch.', parser=samples, metavar='INTEGER|largest'),
+    memory=option(str, 'Memory that the largest batch may use, such as 4GB.', show_default='all there is'),
+    sample=option(float, 'Share of the data, above 0, up to 1.'),
+    epochs=option(int, 'Number of epochs.', min=1),
+    batches=option(int, 'Training batches per epoch, at most.', min=1),
+    data=option(str, 'Data source, or a path; `auto` may fall back to a bundled one, and says so.'),
+    valid=Valid, label_col=LabelCol, text_col=TextCol,
+    workers=option(int, 'Number of loader processes.', min=0),
+    seed=option(int, 'Seed of the first repeat.', min=0),
+    fields=Set)
+
+def _new_values(precision, batch_size, valid, fields, **asked):
+    "Field -> its new value"
+    asked |= dict(precision=precision and precision.value, bs=batch_size, valid=held_out(valid))
+    return given(asked) | dict(map(field, fields or ()))
+
+def changing(command): # With a parameter `changes`
+    "Options that change the fields of a recipe"
+    return _instead('changes', _fields, lambda asked, _: _new_values(**asked))(command)
 
 # %% ../../nbs/command/00_options.ipynb #0b7e0011
 def _place(nodes, slurm, hosts, goes_on, **asks):
@@ -170,16 +211,9 @@ _where = dict(
                   metavar='OPTION=VALUE'),
     hosts=option(str, 'Machines that ssh can reach without a password, and that share this folder.', metavar='A,B'))
 
+def _placed(asked, values):
+    return _place(goes_on=bool(values.get('checkpoint_every') or values.get('resume')), **asked)
+
 def placed(command): # With a parameter `place`
     "Options that say where the processes run"
-    @wraps(command)
-    def run(**values):
-        asked = {k: values.pop(k) for k in _where}
-        goes_on = bool(values.get('checkpoint_every') or values.get('resume'))
-        return command(**values, place=_place(goes_on=goes_on, **asked))
-    own,named = signature(command).parameters.items(),Parameter.KEYWORD_ONLY
-    more = [Parameter(k, named, annotation=o, default=False if k == 'slurm' else None) for k,o in _where.items()]
-    params = [o for k,p in own for o in (more if k == 'place' else [p.replace(kind=named)])]
-    run.__signature__ = signature(run).replace(parameters=params)
-    run.__annotations__ = {o.name: o.annotation for o in params}
-    return run
+    return _instead('place', _where, _placed)(command)

@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 
 from .options import (
-    Device, Json, Markdown, Offline, Out, Plot, ShowOutput, Strategy, argument, field, option)
+    Device, Json, Markdown, Offline, Out, Plot, ShowOutput, Strategy, argument, changing, option)
 from .terminal import Job, app, complain, draw, example, names_like, print_table, run_all
 from ..errors import UserError
-from ..recipe import but, get_recipe
+from ..recipe import get_recipe
 from ..runs.store import FOLDER, check_folder, load
 
 # %% ../../nbs/command/12_scale.ipynb #3d4784ce
@@ -30,6 +30,7 @@ Strong = Annotated[bool, typer.Option('--strong/--weak', help=_kind)]
 
 # %% ../../nbs/command/12_scale.ipynb #3bc64f15
 @app.command(epilog=example('fastbench scale docstrings-distilbert --nproc 1,2'))
+@changing
 def scale(
     name:argument(str, 'What to train; FILE.py or FILE.py:NAME for a function of your own.', metavar='RECIPE|FILE.py',
                   autocompletion=names_like),
@@ -37,7 +38,7 @@ def scale(
                  parser=_counts, metavar='N,N,...', show_default='1,2')=None,
     strategy:Strategy=None, strong:Strong=False,
     repeats:option(int, 'Runs of each, in turns; two or more give an interval.', min=1)=3,
-    fields:option(list[str], 'A field of the recipe; may be repeated.', '--set', metavar='FIELD=VALUE')=None,
+    changes=None,
     device:Device=None,
     out:Out=Path(FOLDER),
     plot:Plot=None,
@@ -45,7 +46,7 @@ def scale(
 ):
     "Measure scaling efficiency from one process to several. (The ladder of images is `fastbench ladder scale`.)"
     from fastbench.compare.scaling import scaling_starts
-    todo = scaling_starts(but(get_recipe(name), **dict(map(field, fields or ()))), nproc or [1, 2], strategy, strong)
+    todo = scaling_starts(get_recipe(name, **changes), nproc or [1, 2], strategy, strong)
     check_folder(out)
     jobs = [Job(r, start, f", {n} process{'es'*(n > 1)}") for n,(r,start) in todo.items()]
     paths,code = run_all(jobs, repeats, out, shuffle=True, device=device, offline=offline, show_output=show_output)

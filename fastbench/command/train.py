@@ -17,8 +17,8 @@ from ..own.suite import is_suite_file, read_suite
 from ..recipe import but, expand, get_recipe, suites
 from ..runs.store import FOLDER, check_folder, load
 from .options import (
-    AtPrecision, CheckpointInterval, Device, Json, LabelCol, Nproc, Offline, Out, Plot, Resume, ShowOutput,
-    Strategy, TextCol, Valid, argument, field, flag, given, held_out, option, placed, samples)
+    AtPrecision, CheckpointInterval, Device, Json, LabelCol, Nproc, Offline, Out, Plot, Resume, Set, ShowOutput,
+    Strategy, TextCol, argument, changing, field, flag, given, option, placed)
 from .terminal import (
     app, draw, example, full, names_like, print_json, print_runs, print_table, run_all, told_as_run)
 
@@ -29,22 +29,13 @@ _names_help = ('What to run; FILE.py or FILE.py:NAME for a function of your own,
 # %% ../../nbs/command/02_train.ipynb #457aa9f7
 @app.command(epilog=example('fastbench run digits-xresnet18 --set epochs=2', 'fastbench run train.py --repeats 5'))
 @placed
+@changing
 def run(
     names:argument(Optional[list[str]], _names_help, metavar='RECIPE|SUITE|FILE.py', autocompletion=names_like,
                    show_default=False)=None,
     repeats:option(int, 'Runs of each recipe, each in a fresh process, with seeds one apart.', min=1)=1,
-    precision:AtPrecision=None,
-    batch_size:option(samples, 'Samples per batch.', parser=samples, metavar='INTEGER|largest')=None,
-    memory:option(str, 'Memory that the largest batch may use, such as 4GB.', show_default='all there is')=None,
-    sample:option(float, 'Share of the data, above 0, up to 1.')=None,
-    epochs:option(int, 'Number of epochs.', min=1)=None,
-    batches:option(int, 'Training batches per epoch, at most.', min=1)=None,
+    changes=None,
     device:Device=None, nproc:Nproc=None, strategy:Strategy=None, place=None,
-    data:option(str, 'Data source, or a path; `auto` may fall back to a bundled one, and says so.')=None,
-    valid:Valid=None, label_col:LabelCol=None, text_col:TextCol=None,
-    workers:option(int, 'Number of loader processes.', min=0)=None,
-    seed:option(int, 'Seed of the first repeat.', min=0)=None,
-    fields:option(list[str], 'Any other field of the recipe; may be repeated.', '--set', metavar='FIELD=VALUE')=None,
     out:Out=Path(FOLDER), plot:Plot=None,
     energy:flag('Measure the joules of each epoch, if the machine can; needs the extra `energy`.', '--energy')=False,
     checkpoint_every:CheckpointInterval=None, resume:Resume=False, show_output:ShowOutput=False,
@@ -53,10 +44,7 @@ def run(
     "Train, measure, and keep a Run of each training."
     names = [read_suite(o) if is_suite_file(o) else o for o in names or ['quick']]
     shown,refused = _one_plot(names, plot),{}
-    changes = given(dict(precision=precision and precision.value, bs=batch_size, memory=memory, sample=sample,
-                         epochs=epochs, batches=batches, data=data, valid=held_out(valid), label_col=label_col,
-                         text_col=text_col, workers=workers, seed=seed))
-    todo = [o for name in names for o in _variants(name, changes | dict(map(field, fields or ())))]
+    todo = [o for name in names for o in _variants(name, changes)]
     check_folder(out)
     from fastbench.bench.processes import Starter
     more = given(dict(show_output=show_output or None, resume=resume or None, checkpoint_every=checkpoint_every))
@@ -101,12 +89,13 @@ def find_batch_size(
     data:option(str, 'Data source, or a path of your own.')=None,
     label_col:LabelCol=None,
     text_col:TextCol=None,
+    fields:Set=None,
     offline:Offline=False,
     as_json:Json=False,
 ):
     "Find the largest batch that trains a full step here."
-    recipe = get_recipe(name, **given(dict(precision=precision and precision.value, data=data, label_col=label_col,
-                                           text_col=text_col)))
+    changes = given(dict(precision=precision and precision.value, data=data, label_col=label_col, text_col=text_col))
+    recipe = get_recipe(name, **changes | dict(map(field, fields or ())))
     if 'workers' not in getattr(recipe, 'inert', ()): recipe = but(recipe, workers=0)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # of imports
