@@ -1,5 +1,6 @@
 "What each of two processes does in test_dealt.py: train as people do with fastai's and PyTorch's loaders, and the same in one process with batches of both"
-import json, os, sys, warnings
+import json, os, random, sys, warnings
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 import fastai.callback.schedule  # adds lr_find
 from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException
 from fastai.callback.progress import CSVLogger, ShowGraphCallback
+from fastai.callback.rnn import ModelResetter
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders, Datasets, TfmdDL
 from fastai.data.load import DataLoader
@@ -15,11 +17,14 @@ from fastai.data.transforms import RandomSplitter
 from fastai.learner import load_learner
 from fastai.metrics import CorpusBLEUMetric, Dice, DiceMulti, JaccardCoeff, JaccardCoeffMulti
 from fastai.losses import CrossEntropyLossFlat, FocalLossFlat, LabelSmoothingCrossEntropy
+from fastai.text.data import LMDataLoader
+from fastai.text.learner import LMLearner
 from torch import nn
 from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
 from torch.utils.data import DataLoader as TorchDL
 
 import fastbench.distributed.learner  # adds distributed
+import fastbench.train.convert  # adds bench
 from fastbench.machine import group
 from fastbench.train.learner import BenchLearner
 from processes import NAMES, apart, flat, forked
@@ -81,6 +86,25 @@ class Freezes(Callback):
 def own_layers(model): return getattr(model, 'module', model)
 
 
+class Reader(nn.Module):
+    "Goes on from where the rows of the batch before ended"
+    def __init__(self):
+        super().__init__()
+        self.emb, self.rnn, self.out, self.state = nn.Embedding(23, 4), nn.GRU(4, 4, batch_first=True), nn.Linear(4, 23), None
+    def reset(self): self.state = None
+    def forward(self, x):
+        h, state = self.rnn(self.emb(x), self.state)
+        self.state = state.detach()
+        return self.out(h)
+
+
+def texts_dls():
+    "With fastai's loader of language models; each process would draw an order of its own"
+    random.seed(group.rank())
+    def made(texts, shuffle): return LMDataLoader(texts, bs=2 if alone() else 1, seq_len=10, shuffle=shuffle, do_setup=False)
+    return DataLoaders(made([torch.arange(i*i, i*i + 12 + i) % 23 for i in range(8)], True), made([torch.arange(65) % 23], False), device='cpu')
+
+
 def ignoring(): return dict(dls=fastai_dls(POINTS), model=Points())
 CASES = dict(class_weights=lambda: dict(loss_func=CrossEntropyLossFlat(weight=WEIGHT)), torch_weights=lambda: dict(loss_func=nn.CrossEntropyLoss(weight=WEIGHT)),
              nll=lambda: dict(loss_func=nn.NLLLoss(weight=WEIGHT), model=nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1))),
@@ -89,7 +113,7 @@ CASES = dict(class_weights=lambda: dict(loss_func=CrossEntropyLossFlat(weight=WE
              partly=lambda: dict(loss_func=partial(F.cross_entropy, weight=WEIGHT)), partly_ignored=lambda: dict(ignoring(), loss_func=partial(F.cross_entropy, ignore_index=255)),
              own_count=lambda: dict(loss_func=nn.CrossEntropyLoss(weight=WEIGHT.flip(0)), n_targets=lambda yb: WEIGHT.flip(0)[yb[0]].sum()),
              drop_last=lambda: dict(dls=fastai_dls(n=58, used=48, drop_last=True)), thawed=lambda: dict(model=two_layers(), cbs=[Thaws()], splitter=lambda m: [list(m[0].parameters()), list(m[2].parameters())]), frozen=lambda: dict(model=two_layers(), cbs=[Freezes(), GradientAccumulation(32)]),
-             collate=lambda: dict(dls=torch_dls(collate_fn=tripled)), sampler=lambda: dict(dls=torch_dls(sampler=Halves())), torch_loader=lambda: dict(dls=torch_dls()))
+             collate=lambda: dict(dls=torch_dls(collate_fn=tripled)), language_model=lambda: dict(dls=texts_dls(), model=Reader(), loss_func=CrossEntropyLossFlat(), cbs=[ModelResetter()]), sampler=lambda: dict(dls=torch_dls(sampler=Halves())), torch_loader=lambda: dict(dls=torch_dls()))
 
 
 def learner(dls=None, model=None, loss_func=None, n_targets=None, cbs=(), **kwargs):
@@ -105,7 +129,7 @@ def fit(learn, n=2):
     return learn
 
 
-def seen(learn): return dict(losses=[float(o) for o in learn.recorder.losses], lrs=[float(o) for o in learn.recorder.lrs], pct=float(learn.pct_train))
+def seen(learn): return dict(losses=[float(o) for o in learn.recorder.losses], lrs=[float(o) for o in learn.recorder.lrs], pct=float(learn.pct_train), values=[v for o in learn.recorder.values for v in map(float, o[1:])])
 
 
 def found(learn):
@@ -295,10 +319,37 @@ def exported(folder, strategy):
     return [type(o).__name__ for o in again.cbs], tuple(again.model[0].weight.shape), learn.engine['world_size']
 
 
+def afterwards(strategy):
+    "What all processes predict when the block is over, and what the first one does alone"
+    with (learn := learner()).distributed(strategy, cpu=True, tell=lambda o: None): fit(learn, 1)
+    with learn.no_bar(), learn.no_logging():
+        n = len(learn.get_preds()[0])
+        alone = None if group.rank() else [len(learn.get_preds()[0]), learn.validate()[0]]
+        group.barrier()
+        return n, alone, learn.validate()[0]
+
+
+class Model(Reader):
+    "As fastai's AWD_LSTM: it keeps a result of its last batch, and begins with a state of the kind of its weights"
+    def reset(self): self.state = self.emb.weight.new_zeros(1, 2 if alone() else 1, 4)
+    def forward(self, x):
+        self.kept = super().forward(x)
+        return self.kept, [self.kept], [self.kept]
+
+
+def of_texts(strategy=None):
+    "fastai's Learner of language models: how it ends, and what it predicts for whole rows"
+    torch.manual_seed(0)
+    learn = LMLearner(texts_dls(), Model(), loss_func=CrossEntropyLossFlat(), alpha=0., beta=0.).bench()
+    learn.model(torch.zeros(2 if alone() else 1, 3, dtype=torch.long))
+    with learn.distributed(strategy, cpu=True, tell=lambda o: None) if strategy else nullcontext(): preds = fit(learn, 1).get_preds(reorder=bool(strategy))  # fastai's own order is that of parts of rows
+    return [float(preds[0].sum()), *preds[0].shape, preds[1].tolist()]
+
+
 def main(folder):
     told = {k: os.environ.pop(k) for k in NAMES}  # for what one process does
     ones = {k: fit(learner(**f())) for k, f in CASES.items()}
-    one, all_values = found(learner()), values(fit(measured()))
+    one, all_values, rows = found(learner()), values(fit(measured())), of_texts()
     os.environ.update(told)
     group.join(timeout=60)
     res = {}
@@ -313,6 +364,7 @@ def main(folder):
         own['metrics'] = dict(want=all_values, got=values(learn))
         own['lines'] = {k: lines_of(f, strategy) for k, f in LOSSES.items()}
         own['history'] = history(folder, strategy)
+        own['afterwards'], own['rows'] = afterwards(strategy), dict(want=rows, got=of_texts(strategy))
         group.barrier()
         own |= dict(split=another_split(strategy), graph=graph(strategy), alone=alone_in_a_step(strategy), option=wrong_option(strategy), unused=unused(strategy), exported=exported(folder, strategy))
         own['left'] = {k: dict(by_one=left(strategy, k, 1), by_all=left(strategy, k, 0, 1)) for k in LEFT}

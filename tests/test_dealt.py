@@ -28,7 +28,7 @@ def test_two_processes_train_as_one_with_the_batches_of_both(two, strategy, name
     for r in two:
         o = r[strategy]['equal'][name]
         assert o['apart'] < 1e-6
-        for k in ('losses', 'lrs', 'pct'): assert o['got'][k] == pytest.approx(o['want'][k], abs=1e-5), k
+        for k in ('losses', 'lrs', 'pct') + ('values',)*(name in ('language_model', 'torch_loader')): assert o['got'][k] == pytest.approx(o['want'][k], abs=1e-5), k
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
@@ -44,6 +44,20 @@ def test_a_loss_that_is_no_mean_over_its_targets_is_said_once(two, strategy):
             assert len(lines) == (i == 0 and name in ('smooth', 'of_pairs')), name
             assert len(set(numbers)) == 1
             if lines: assert {'smooth': 'LabelSmoothingCrossEntropy', 'of_pairs': 'of_pairs'}[name] in lines[0] and 'learn.n_targets' in lines[0] and '\n' not in lines[0]
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_after_the_block_each_process_predicts_by_itself(two, strategy):
+    "Also one alone, while the group of torchrun is still there"
+    (n, (m, loss), valid), (other, _, _) = (r[strategy]['afterwards'] for r in two)
+    assert n == m == other == dealt_ranks.N and loss == valid
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_a_language_model_of_fastai_predicts_whole_rows(two, strategy):
+    for r in two:
+        got, want = r[strategy]['rows']['got'], r[strategy]['rows']['want']
+        assert got[0] == pytest.approx(want[0], rel=1e-4) and got[1:] == want[1:] and got[1] == 2
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES)

@@ -18,6 +18,7 @@ import torch
 from fastai.callback.core import Callback
 from fastai.callback.mixup import MixUp
 from fastai.callback.progress import CSVLogger
+from fastai.callback.rnn import ModelResetter
 from fastai.callback.schedule import Learner  # adds fit_one_cycle
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
 from fastai.callback.training import GradientAccumulation
@@ -27,6 +28,7 @@ from fastai.learner import Recorder
 from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
 from fastai.optimizer import SGD, Adam, OptimWrapper, ranger
+from fastai.text.data import LMDataLoader
 from fastai.torch_core import set_seed
 from fastai.vision.all import params
 from torch import nn
@@ -130,6 +132,27 @@ def lm_learner(path):
     return learn
 
 
+class Reader(nn.Module):
+    "Goes on from where the rows of the batch before ended"
+    def __init__(self):
+        super().__init__()
+        self.emb, self.rnn, self.out, self.state = nn.Embedding(23, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 23), None
+    def reset(self): self.state = None
+    def forward(self, x):
+        if self.state is not None and self.state.shape[1] != len(x): self.state = None
+        h, state = self.rnn(self.emb(x), self.state)
+        self.state = state.detach()
+        return self.out(h)
+
+
+def fastai_lm_learner(path):
+    "With fastai's loader, which shuffles texts in place"
+    set_seed(7)
+    texts = [torch.arange(i*i, i*i + 40 + i) % 23 for i in range(12)]
+    d = DataLoaders(*[LMDataLoader(texts, bs=4, seq_len=20, shuffle=o, do_setup=False) for o in (True, False)], device='cpu')
+    return Learner(d, Reader(), path=path, loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=ModelResetter())
+
+
 class Branch(nn.Module):
     "A layer that has no gradient in most steps, and a count in a plain attribute"
     def __init__(self):
@@ -180,7 +203,7 @@ CASES = dict(
     limited=(lambda path: make(path, cls=BenchLearner, cbs=FirstBatches(8)), one_cycle),
     texts=(text_learner, one_cycle),
     budget=(partial(text_learner, loader='budget'), one_cycle),
-    words=(lm_learner, one_cycle),
+    words=(lm_learner, one_cycle), fastai_words=(fastai_lm_learner, one_cycle),
     fine_tune=(partial(make, splitter=split), lambda learn, cbs: learn.fine_tune(2, 1e-2, cbs=cbs)),
 )
 

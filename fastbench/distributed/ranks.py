@@ -18,7 +18,7 @@ from fastcore.foundation import L
 from torch import Tensor
 
 import fastbench.distributed.ddp  # into the registry
-from .dealt import RankDL, dealable
+from .dealt import RankDL, RowsDL, dealable, dealt
 from .strategy import engine_of, get_strategy
 from .sums import add_up
 from ..compat import call_after_backward
@@ -54,7 +54,7 @@ class RankTrainer(DuringFit, DistributedTrainer):
         if isinstance(dl, (DistributedDL, _Alone)): return dl
         if isinstance(dl, (list, tuple)): return _Alone(dl)
         n,have = getattr(dl, 'world_size', None),world_size()
-        if n is None: return RankDL(dealable(dl), rank(), have, next(self.learn.model.parameters()).device)
+        if n is None: return dealt(dealable(dl), rank(), have, next(self.learn.model.parameters()).device)
         if n != have:
             raise UserError(f'the loader deals to {n} processes, and {have} are training: make it without rank and '
                             'world_size, or with those of each process')
@@ -239,12 +239,17 @@ def _alone(get_preds, ds_idx, dl, reorder, **kwargs):
     return nested_reorder(res, torch.tensor(dl.mine).argsort()) if reorder else res
 
 # %% ../../nbs/distributed/05_ranks.ipynb #953a8b72
+def _whose(dl, res):
+    "Numbers of the items that the results of this rank are of; language models of fastai join those of a row"
+    return dl.rows if res and isinstance(dl, RowsDL) and set(_lengths(res)) == {dl.bs} else dl.mine
+
 def _gathered(get_preds, ds_idx, dl, reorder, **kwargs):
     "Predict the part of this rank, and join those of all ranks"
     try: res,why = get_preds(ds_idx, dl, reorder=False, **kwargs),None
     except Exception as e: res,why = None,e
     other = isinstance(why, OtherFailed)
-    own = dl.mine,res and _first_of_each(res, len(dl.mine)),why and not other and f'{type(why).__name__}: {why}'
+    mine = _whose(dl, res)
+    own = mine,res and _first_of_each(res, len(mine)),why and not other and f'{type(why).__name__}: {why}'
     idxs,res,whys = zip(*gather(own))
     if why is not None and not other: raise why
     for i,o in enumerate(whys):

@@ -6,16 +6,16 @@
 __all__ = ['twin', 'empty_weights']
 
 # %% ../../nbs/distributed/01_twin.ipynb #twins003
-from copy import deepcopy
-
 from torch import nn
+
+from ..machine.copies import copy_model
 
 # %% ../../nbs/distributed/01_twin.ipynb #1b5d6ec5
 def twin(model:nn.Module # Of the user
     )->nn.Module:
     "Return a module of the same structure that shares weights and buffers"
     memo = {id(p): nn.Parameter(p.data, p.requires_grad) for p in model.parameters()}
-    return deepcopy(model, memo | {id(b): b for b in model.buffers()})
+    return copy_model(model, memo | {id(b): b for b in model.buffers()})
 
 def empty_weights(model:nn.Module # Of the user, whose weights are elsewhere now
     ):

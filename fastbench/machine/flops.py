@@ -8,31 +8,25 @@ __all__ = ['DTYPES', 'count_flops', 'native_bf16', 'has_onednn', 'onednn_linear'
 # %% ../../nbs/machine/05_flops.ipynb #13d9ba72
 import json, os
 from contextlib import suppress
-from copy import deepcopy
 from time import perf_counter
 
 import torch
 
 from ..compat import linear_pointwise
+from .copies import copy_model
 from .device import draws_kept, wait_for
 from .download import cache_dir
 from .environment import cpu_model, fp32_modes
 from ..errors import UserError
 
 # %% ../../nbs/machine/05_flops.ipynb #912d97c5
-def _kept(model):
-    "What modules keep of their last batch, as fastai's AWD_LSTM does; `deepcopy` refuses it"
-    def parts(o): return o if isinstance(o, (list, tuple)) else [o]
-    found = (t for m in model.modules() for o in vars(m).values() for t in parts(o))
-    return {id(t): t.detach() for t in found if isinstance(t, torch.Tensor) and not t.is_leaf}
-
 def count_flops(model, # The model, on its device
                 loss_func, # Called with predictions and targets
                 xb:tuple, # Inputs of a batch
                 yb:tuple=(), # Targets of a batch; without them only the forward pass is counted
     )->int: # FLOPs of the whole batch; a multiply-add counts two
     "FLOPs of forward and backward over one batch"
-    try: copy = deepcopy(model, _kept(model))
+    try: copy = copy_model(model)
     except Exception as e:
         raise UserError(f'cannot count FLOPs: the model cannot be copied ({e}); profile without flops=True') from e
     copy.train()

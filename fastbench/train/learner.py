@@ -144,7 +144,15 @@ def own_preds(self:Switches, ds_idx=1, # Which set, by its number
               dl=None, # Another loader
               **kwargs): # As for fastai's `get_preds`
     "Predictions and targets of this process"
-    return super(Switches, self).get_preds(ds_idx, dl, **kwargs)
+    return super(Switches, self).get_preds(ds_idx=ds_idx, dl=dl, **kwargs)
+
+@patch
+def to_detach(self:Switches, b, # A batch, or anything of it
+              cpu=True, # On the CPU
+              gather=True): # From all processes, if the loader is dealt to them
+    "Detach a batch"
+    dealt = hasattr(getattr(self, 'dl', None), 'to_detach')
+    return super(Switches, self).to_detach(b, cpu, gather and dealt)
 
 @patch
 def compile(self:Switches, mode=None, dynamic=None, fullgraph=False, backend='inductor',

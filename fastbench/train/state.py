@@ -115,6 +115,10 @@ def _generators(dl):
     found = dict(generator=vars(dl).get('generator'), sampler=getattr(vars(dl).get('sampler'), 'generator', None))
     return {k: v for k,v in found.items() if isinstance(v, torch.Generator)}
 
+def _texts(dl):
+    "Numbers of the texts of fastai's `LMDataLoader`, which each epoch shuffles in place"
+    return vars(dl)['items'].idxs if hasattr(type(dl), 'make_chunks') else None
+
 def loader_state(dl # A loader
     )->dict:
     "State that the next batches of `dl` depend on, besides the random generators of the process"
@@ -122,6 +126,7 @@ def loader_state(dl # A loader
     if not hasattr(dl, '__dict__'): return {}
     rng = vars(dl).get('rng')
     own = dict(rng=rng.getstate()) if isinstance(rng, random.Random) else {}
+    if texts := _texts(dl): own['texts'] = list(texts)
     return own | {k: v.get_state() for k,v in _generators(dl).items()}
 
 def set_loader_state(dl, # The same loader, in another process
@@ -130,6 +135,9 @@ def set_loader_state(dl, # The same loader, in another process
     "Restore the state of `dl`"
     if _speaks(dl): return dl.load_state_dict(state)
     if 'rng' in state: dl.rng.setstate(state['rng'])
+    if 'texts' in state:
+        _texts(dl)[:] = state['texts']
+        dl.make_chunks()
     for k,v in _generators(dl).items() if hasattr(dl, '__dict__') else (): v.set_state(state[k])
 
 # %% ../../nbs/train/11_state.ipynb #3f7cc394
