@@ -27,6 +27,7 @@ import fastbench.distributed.learner  # adds distributed
 import fastbench.train.convert  # adds bench
 from fastbench.machine import group
 from fastbench.train.learner import BenchLearner
+from fastbench.train.state import layer_numbers
 from processes import NAMES, apart, flat, forked
 
 G = torch.Generator().manual_seed(3)
@@ -83,6 +84,26 @@ class Freezes(Callback):
     def before_epoch(self): own_layers(self.learn.model)[0].requires_grad_(not self.epoch)
 
 
+class Two(nn.Module):
+    "One of two layers, whose scale is set from outside, as the models of GANs are switched"
+    def __init__(self):
+        super().__init__()
+        self.layers, self.scale, self.i = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]), 1., 0
+    def switch(self, i):
+        self.i = i
+        for j, o in enumerate(self.layers): o.requires_grad_(i == j)
+    def forward(self, x): return self.layers[self.i](x)*self.scale
+
+
+class Directs(Callback):
+    "Reaches into the model, as fastai's GANTrainer does"
+    def before_epoch(self): self.model.switch(0)
+    def before_validate(self): self.model.switch(0)
+    def after_batch(self):
+        self.model.scale = self.model.scale + .1
+        if self.training: self.model.switch(self.iter % 2)
+
+
 def own_layers(model): return getattr(model, 'module', model)
 
 
@@ -113,7 +134,7 @@ CASES = dict(class_weights=lambda: dict(loss_func=CrossEntropyLossFlat(weight=WE
              partly=lambda: dict(loss_func=partial(F.cross_entropy, weight=WEIGHT)), partly_ignored=lambda: dict(ignoring(), loss_func=partial(F.cross_entropy, ignore_index=255)),
              own_count=lambda: dict(loss_func=nn.CrossEntropyLoss(weight=WEIGHT.flip(0)), n_targets=lambda yb: WEIGHT.flip(0)[yb[0]].sum()),
              drop_last=lambda: dict(dls=fastai_dls(n=58, used=48, drop_last=True)), thawed=lambda: dict(model=two_layers(), cbs=[Thaws()], splitter=lambda m: [list(m[0].parameters()), list(m[2].parameters())]), frozen=lambda: dict(model=two_layers(), cbs=[Freezes(), GradientAccumulation(32)]),
-             collate=lambda: dict(dls=torch_dls(collate_fn=tripled)), language_model=lambda: dict(dls=texts_dls(), model=Reader(), loss_func=CrossEntropyLossFlat(), cbs=[ModelResetter()]), sampler=lambda: dict(dls=torch_dls(sampler=Halves())), torch_loader=lambda: dict(dls=torch_dls()))
+             collate=lambda: dict(dls=torch_dls(collate_fn=tripled)), directed=lambda: dict(model=Two(), cbs=[Directs()]), language_model=lambda: dict(dls=texts_dls(), model=Reader(), loss_func=CrossEntropyLossFlat(), cbs=[ModelResetter()]), sampler=lambda: dict(dls=torch_dls(sampler=Halves())), torch_loader=lambda: dict(dls=torch_dls()))
 
 
 def learner(dls=None, model=None, loss_func=None, n_targets=None, cbs=(), **kwargs):
@@ -358,7 +379,7 @@ def main(folder):
         for k, f in CASES.items():
             learn = learner(**f())
             with learn.distributed(strategy, cpu=True, tell=lambda o: None): fit(learn)
-            own['equal'][k] = dict(apart=apart(ones[k].model, learn.model), want=seen(ones[k]), got=seen(learn))
+            own['equal'][k] = dict(apart=apart(ones[k].model, learn.model), want=seen(ones[k]), got=seen(learn), numbers=[layer_numbers(o.model) for o in (ones[k], learn)])
         learn = measured()
         with learn.distributed(strategy, cpu=True, tell=lambda o: None): fit(learn)
         own['metrics'] = dict(want=all_values, got=values(learn))

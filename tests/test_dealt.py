@@ -7,6 +7,7 @@ pytest.importorskip('accelerate')
 import dealt_ranks
 import processes
 import torch
+from fastai.callback.core import Callback
 from fastai.callback.channelslast import ChannelsLast as FastaiChannelsLast
 from fastbench.callback.channelslast import ChannelsLast
 from fastbench.errors import UserError
@@ -27,7 +28,7 @@ def test_two_processes_train_as_one_with_the_batches_of_both(two, strategy, name
     "Class weights, targets that are ignored, drop_last, and what a loader of PyTorch was given"
     for r in two:
         o = r[strategy]['equal'][name]
-        assert o['apart'] < 1e-6
+        assert o['apart'] < 1e-6 and o['numbers'][0] == o['numbers'][1]
         for k in ('losses', 'lrs', 'pct') + ('values',)*(name in ('language_model', 'torch_loader')): assert o['got'][k] == pytest.approx(o['want'][k], abs=1e-5), k
 
 
@@ -159,3 +160,10 @@ def test_channels_last_is_for_whole_weights(made):
     with pytest.raises(UserError, match=r"channels-last.*'fsdp' cuts.*to_contiguous"), learn.distributed('fsdp', cpu=True, tell=lambda o: None): pass
     learn.to_contiguous()
     with learn.distributed('fsdp', cpu=True, tell=lambda o: None): pass
+
+
+def test_a_gan_is_for_whole_weights():
+    "Its losses call the generator and the critic themselves"
+    learn = dealt_ranks.learner()
+    learn.add_cb(type('GANTrainer', (Callback,), {})())
+    with pytest.raises(UserError, match="GAN's losses.*strategy='ddp'"), learn.distributed('fsdp', cpu=True, tell=lambda o: None): pass

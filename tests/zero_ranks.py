@@ -121,8 +121,9 @@ class CancelsStep(Callback):
 def refused():
     "One line each, and nothing left behind"
     res, adamw = {}, CASES['torch_adamw']['opt']
-    def why(opt=adamw, cbs=(), f=lambda learn: fit(learn, 1), stage='zero2', **kwargs):
+    def why(opt=adamw, cbs=(), f=lambda learn: fit(learn, 1), stage='zero2', more=None, **kwargs):
         learn = learner(opt, cbs=cbs, **kwargs)
+        if more: learn.model.more = more
         own = learn.model
         try:
             with learn.distributed(stage, cpu=True, tell=lambda o: None): f(learn)
@@ -131,6 +132,8 @@ def refused():
         assert learn.model is own and flat(own).shape[0] == 256 and not hasattr(learn, 'distributed_trainer') and '_backward' not in vars(learn)
         return said
     res['ranger'] = why(ranger)
+    res['gan'] = why(cbs=[type('GANTrainer', (Callback,), {})()])
+    res['dropped'] = why(stage='zero3', more=type('WeightDropout', (torch.nn.Module,), {})())
     res['rmsprop'] = why(partial(OptimWrapper, opt=torch.optim.RMSprop))
     res['made'] = why(OptimWrapper(opt=torch.optim.AdamW(learner().model.parameters())))
     res |= {type(o).__name__: why(cbs=o) for o in (Compile(), HalfPrecision(), ChannelsLast())} | dict(EMACallback=why(cbs=EMACallback(), stage='zero3'))

@@ -24,13 +24,15 @@ from ..callback.half import HalfPrecision
 from ..compat import NormBase
 from .strategy import (
     Strategy, Takes, is_sharded, register_strategy)
-from .twin import empty_weights, twin
+from .twin import empty_weights, keep_numbers, twin
 from ..errors import UserError
 from ..machine.group import barrier, join, leave, same_on_all, world_size
 from ..machine.shards import parts_of, whole
 from ..measure.clock import train_device
 from ..train.muon import muon
 from ..train.optimizer import fused_sgd
+from ..train.rehearsal import is_gan
+from ..train.state import layer_numbers
 
 # %% ../../nbs/distributed/04_fsdp.ipynb #23c52c1e
 def _own_blocks(model):
@@ -106,6 +108,7 @@ class FSDP(Strategy):
         if join(device, self.timeout) and world_size() == 1: self._undo.callback(leave)
         self.model,self.dtype = learn.model.to(device),_dtype(learn)
         with _KeptOptimizer(learn): learn.model = sharded_copy(self.model, device, self.blocks, self.dtype)
+        self.numbers = layer_numbers(learn.model)
         whole_at_reset(learn.model)
 
     def check(self, model):
@@ -141,6 +144,8 @@ def _refuse(self:FSDP, learn, device):
     if not list(learn.model.parameters()): raise UserError("strategy 'fsdp' needs a model with weights")
     other = next((type(o).__name__ for o in learn.cbs if isinstance(o, Compile)), None)
     if other: raise UserError(f"{other} was never tried with strategy 'fsdp': remove_cb({other}), or strategy='ddp'")
+    if is_gan(learn): raise UserError("a GAN's losses call parts of the model, and strategy 'fsdp' brings weights "
+                                      "together for the whole of it: strategy='ddp'")
     if any(isinstance(o, ChannelsLast) for o in learn.cbs):
         raise UserError("channels-last is a layout of whole weights, and strategy 'fsdp' cuts them: "
                         "learn.to_contiguous(), or strategy='ddp'")
@@ -199,6 +204,7 @@ def end(self:FSDP, learn, failed):
             'last checkpoint. What ended the training is the error before this one') from None
     with _KeptOptimizer(learn):
         fill(self.model, learn.model)
+        keep_numbers(self.model, learn.model, self.numbers)
         learn.model = self.model
 
 # %% ../../nbs/distributed/04_fsdp.ipynb #c7b1074b

@@ -27,10 +27,12 @@ from ..callback.half import HalfPrecision
 from ..callback.override import override
 from .deepspeed import _args, _check_opt, _second, need_deepspeed, torch_func, zero_config
 from .strategy import Strategy, Takes, register_strategy
-from .twin import empty_weights, twin
+from .twin import empty_weights, keep_numbers, twin
 from ..errors import UserError
 from ..machine.group import backend, barrier, join, same_on_all, world_size
 from ..measure.clock import train_device
+from ..train.rehearsal import is_gan
+from ..train.state import layer_numbers
 
 # %% ../../nbs/distributed/04_zero.ipynb #d748d597
 class ZeRO(Strategy):
@@ -91,6 +93,7 @@ def _start(self:ZeRO, learn):
     _check_opt(learn.opt)
     self.copy,self.opt,self._open = learn.model,learn.opt,False
     self.second,self.parts = _second(self.opt)
+    self.numbers = layer_numbers(self.copy)
     config = zero_config(self.stage, self.offload, sum(p.numel() for p in self.copy.parameters()))
     self.engine,*_ = self.ds.initialize(model=self.copy, optimizer=self.second, config=config)
     empty_weights(self.model)
@@ -156,6 +159,11 @@ def _refuse(self:ZeRO, learn):
         if (k is EMACallback and self.stage < 3) or not any(isinstance(o, k) for o in learn.cbs): continue
         raise UserError(f'{k.__name__} was never tried with strategy {self.name!r}: remove_cb({k.__name__}), or '
                         f'strategy={other}')
+    if is_gan(learn): raise UserError(f"a GAN freezes weights between steps, and strategy {self.name!r} has shared out "
+                                      "what is trained: strategy='ddp'")
+    if self.stage == 3 and any(type(o).__name__ == 'WeightDropout' for o in learn.model.modules()):
+        raise UserError("fastai's WeightDropout (AWD_LSTM) computes with weights of another layer, which stage 3 does "
+                        "not bring together for it: strategy='zero2' or 'fsdp'")
     _check_precision(self, learn)
     clips = [o for o in learn.cbs if isinstance(o, GradientClip)]
     if len(clips) > 1 or any(o.norm_type != 2 for o in clips):
@@ -248,6 +256,7 @@ def end(self:ZeRO, learn, failed):
 @patch
 def _fill(self:ZeRO):
     same_on_all(list(self.copy.buffers()))
+    keep_numbers(self.model, self.copy, self.numbers)
     for p,new in zip(self.model.parameters(), self.copy.parameters()):
         with self._gathered([new]): p.data,p.requires_grad = new.detach().clone(),new.requires_grad
     for (n,_),b in zip(self.model.named_buffers(), self.copy.buffers()):
