@@ -6,7 +6,7 @@
 __all__ = ['foreach_add_', 'foreach_copy_', 'foreach_div_', 'foreach_lerp_', 'foreach_mul_', 'foreach_norm', 'fused_sgd_',
            'fused_devices', 'flash_attention', 'efficient_attention', 'linear_pointwise', 'efficient_learns_windows',
            'resize_smooth', 'compile_tools', 'of_checkpointing', 'pause_stream', 'profiler_is_on',
-           'call_after_backward', 'without_subclasses', 'is_view', 'wrap_loader_start', 'remember_pass']
+           'call_after_backward', 'without_subclasses', 'is_view', 'BeginsWith', 'wrap_loader_start', 'remember_pass']
 
 # %% ../nbs/00_compat.ipynb #b661f758
 from types import MethodType
@@ -114,17 +114,20 @@ def is_view(t # A tensor
 # %% ../nbs/00_compat.ipynb #ldstart2
 _loader_loop = loader_processes._worker_loop
 
-class _Begins:
+class BeginsWith:
     "PyTorch's function for loader processes, with another one before it"
-    def __init__(self, f): self.f = f
+    def __init__(self, f, # Called without arguments, a function of a module
+                 again=None): # Rebuilds this in a process that starts from scratch, of `f`; None: as Python does
+        self.f,self.again = f,again or type(self)
     def __call__(self, *args):
         self.f()
         _loader_loop(*args)
+    def __reduce__(self): return self.again,(self.f,)
 
-def wrap_loader_start(f # Called without arguments, a function of a module
-    ):
+def wrap_loader_start(f, # As for `BeginsWith`
+                      again=None): # Likewise
     "Begin each loader process that this process starts from now on with `f`"
-    loader_processes._worker_loop = _Begins(f)
+    loader_processes._worker_loop = BeginsWith(f, again)
 
 # %% ../nbs/00_compat.ipynb #6c9c8e7b
 def _as_it_is(*args): return args[-1]

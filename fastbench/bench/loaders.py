@@ -23,6 +23,12 @@ def _obey_parent():
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent: pass
     os._exit(0)
 
+def _begins(f):
+    "In a loader process that starts from scratch, before PyTorch and NumPy: their threads must not take the signal"
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    from fastbench.compat import BeginsWith
+    return BeginsWith(f)
+
 def _start_loader():
     Queue._on_queue_feeder_error = _hand_over_error
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -32,4 +38,4 @@ def _start_loader():
 def keep_loaders():
     "Let the loader processes of this process outlive a SIGTERM that others send them"
     from fastbench.compat import wrap_loader_start
-    if hasattr(signal, 'sigwaitinfo'): wrap_loader_start(_start_loader)
+    if hasattr(signal, 'sigwaitinfo'): wrap_loader_start(_start_loader, _begins)
