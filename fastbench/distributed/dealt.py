@@ -132,7 +132,10 @@ class _From:
 
 class RowsDL(RankDL):
     "fastai's `LMDataLoader`, of which each rank reads its rows"
-    def __init__(self, dl, rank, world_size, device):
+    def __init__(self, dl, # The `LMDataLoader`
+                 rank, # Which of several processes this is
+                 world_size, # Number of processes
+                 device): # Where batches go
         super().__init__(copy(dl), rank, world_size, device)
         own,n = self.dl,(sum(dl.lens.coll) - 1)//(dl.bs*world_size)
         if n < 1: raise UserError(f'{sum(dl.lens.coll)} tokens are not enough for {world_size} x {dl.bs} rows: use a '
@@ -150,10 +153,21 @@ def get_idxs(self:RowsDL):
     dl,texts,whole = self.dl,self.dl.items.idxs,self.bs*self.world_size
     own = list(dl.get_idxs())
     texts[:] = self._broadcast(list(texts), 0)
-    dl.make_chunks()
-    dl.chunks = _From(dl.chunks, self.rank*self.bs*dl.bl)
+    self._cut()
     self.mine = [i//self.bs*whole + self.rank*self.bs + i%self.bs for i in own]
     return own
+
+@patch
+def _cut(self:RowsDL):
+    self.dl.make_chunks()
+    self.dl.chunks = _From(self.dl.chunks, self.rank*self.bs*self.dl.bl)
+
+@patch
+def load_state_dict(self:RowsDL, state # Of `state_dict`
+    ):
+    "Continue from a saved state, in the middle of an epoch too"
+    super(RowsDL, self).load_state_dict(state)
+    self._cut()
 
 def dealt(dl, # A loader of fastai
           rank, # Which of several processes this is
