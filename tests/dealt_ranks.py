@@ -173,7 +173,7 @@ class OwnBatches(torch.utils.data.Sampler):
     def __iter__(self): return iter([(Y == i).nonzero()[:8, 0].tolist() for i in range(3)])
 
 
-REFUSED = dict(too_few=lambda: fastai_dls(n=10, drop_last=True), stream=lambda: DataLoaders(TorchDL(Endless(), batch_size=8), fastai_dls().valid, device='cpu'),
+REFUSED = dict(too_few=lambda: fastai_dls(n=10, drop_last=True), few_tokens=lambda: DataLoaders(*[LMDataLoader([torch.arange(2)]*2, bs=2, seq_len=10, do_setup=False) for _ in range(2)], device='cpu'), stream=lambda: DataLoaders(TorchDL(Endless(), batch_size=8), fastai_dls().valid, device='cpu'),
                fastai_stream=lambda: DataLoaders(DataLoader(Endless(), bs=8), fastai_dls().valid, device='cpu'),
                dealt=lambda: torch_dls(sampler=DistributedSampler(range(N), 2, group.rank())), by_batches=lambda: DataLoaders(*[TorchDL(TensorDataset(X, Y), batch_sampler=OwnBatches()) for _ in range(2)], device='cpu'),
                own=lambda: DataLoaders(Own(TensorDataset(X, Y), batch_size=8), fastai_dls().valid, device='cpu'), strange=lambda: DataLoaders(iter([(X[:8], Y[:8])]), fastai_dls().valid))
