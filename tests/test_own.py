@@ -583,3 +583,12 @@ def test_what_is_no_whole_number_is_said(home, value):
     (home/'own_whole.py').write_text(TRAIN + '\ndef mine(bs: int = 8): return make(bs)\n')
     with pytest.raises(UserError, match='bs=.* cannot be: bs .* is a whole number') as e: get_recipe(f'{home}/own_whole.py:mine', bs=value)
     assert '\n' not in str(e.value)
+
+
+def test_how_long_the_last_run_took_is_said(home, tmp_path):
+    from fastbench.command.terminal import how_long
+    from fastbench.runs.record import Run
+    from fastbench.runs.store import save
+    recipe = get_recipe(f'{home}/train.py:make', epochs=1)
+    save(Run(recipe=as_dict(recipe), started='now', seconds=12.), tmp_path)
+    assert how_long(recipe, tmp_path) == ', about 12.0 s as last time'

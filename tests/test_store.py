@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from fastbench.runs import store
+from fastbench.compare.sides import load_side
 from fastbench.errors import UserError
 from fastbench.runs.record import STATUSES, Run, from_json, new_id, plain, when
-from fastbench.runs.store import NotKept, check_folder, files, find, load, load_all, save, write_whole
+from fastbench.runs.store import NotKept, check_folder, files, find, load, load_all, of_recipe, save, write_whole
 
 
 def make(**kwargs): return Run(**{'recipe': dict(name='digits-xresnet18', bs=64), **kwargs})
@@ -295,3 +296,12 @@ def test_a_run_as_the_last_line_of_a_cell_says_how_it_ended_not_its_fields():
     html = run._repr_html_()
     assert '&lt;mine&gt;' in html and 'ended by an error (a &lt;b&gt; is gone)' in html and 'warning: the battery' in html
     assert all(o in str(run) for o in run.lines) and '<mine>' not in html
+
+
+def test_a_recipe_of_ones_own_is_named_as_it_is_typed(tmp_path):
+    "Files have no colon in their names; another function that begins alike is not meant"
+    for o in ('train.py:make', 'train.py:make_large', 'train.py:make'): save(Run(recipe=dict(name=o), started='now'), tmp_path)
+    assert [load(o).recipe['name'] for o in of_recipe('train.py:make', tmp_path)] == ['train.py:make']*2
+    assert find('train.py:make_large', tmp_path).recipe['name'] == 'train.py:make_large'
+    assert [len(load_side(o, tmp_path)[0]) for o in ('train.py:make', 'train.py:make_large', 'train.py_make')] == [2, 1, 3]
+    with pytest.raises(UserError, match="'train.py:make' is the beginning of 2 Runs"): find('train.py:make', tmp_path)

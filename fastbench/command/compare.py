@@ -20,7 +20,7 @@ from .terminal import app, example, kept_like, print_json, print_table, say
 # %% ../../nbs/command/04_compare.ipynb #aedd22d8
 @app.command(epilog=example('fastbench compare ab:A ab:B', 'fastbench compare before after --fail-above 5%'))
 def compare(
-    a:argument(str, "A folder of Runs, a file, an id, or the beginning of several; ab:A or ab:B.", metavar='A',
+    a:argument(str, "A folder of Runs, a file, an id, the beginning of several, a recipe, ab:A or ab:B.", metavar='A',
                autocompletion=kept_like),
     b:argument(str, 'The same, for the side that is judged.', metavar='B', autocompletion=kept_like),
     on:On=None,

@@ -93,7 +93,8 @@ def _recipes():
 # %% ../../nbs/command/03_keep.ipynb #6a0c51d6
 def _many(n): return f"{n} process{'es'*(n > 1)}"
 
-_told_apart = (lambda r: f"batch {r.recipe.get('bs', '')}", lambda r: str(r.precision.get('effective') or ''),
+_told_apart = (lambda r: f"batch {bs}" if (bs := r.recipe.get('bs')) else '',
+               lambda r: str(r.precision.get('effective') or ''),
                lambda r: str(r.recipe.get('size') or r.recipe.get('max_length') or ''),
                lambda r: str(r.device.get('name') or ''), lambda r: _many(r.processes[0]))
 

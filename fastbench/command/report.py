@@ -17,12 +17,12 @@ from .terminal import app, example, kept_like, near, say
 # %% ../../nbs/command/06_report.ipynb #26b2a2b4
 @app.command(epilog=example('fastbench report ab:B --against ab:A -o report.html'))
 def report(
-    runs:argument(Optional[list[str]], "Folders of Runs, files, ids or the beginning of several ids, or `last`.",
+    runs:argument(Optional[list[str]], "Folders of Runs, files, ids, the beginning of several ids, recipes, or `last`.",
                   metavar='RUN', autocompletion=kept_like, show_default='last')=None,
     page:option(Path, 'File to write. An older report is replaced; any other file is not.', '--output', '-o',
                 metavar='FILE')=Path('report.html'),
     against:option(list[str],
-                   'Runs to compare with: a folder, a file, an id, the beginning of several, ab:A; may be repeated.',
+                   'Runs to compare with, named in the same ways, or ab:A; may be repeated.',
                    metavar='RUN', autocompletion=kept_like)=None,
     on:On=None,
     anyway:Anyway=False,

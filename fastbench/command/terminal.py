@@ -153,10 +153,10 @@ def how_long(recipe, # What will run
              processes=(1, '')): # How many, and their strategy
     "`, about 12 s` as far as it is known"
     from fastbench.runs.record import plain
-    from fastbench.runs.store import load
+    from fastbench.runs.store import load, of_recipe
     from fastbench.measure.table import seconds
     asked = {k: v for k,v in plain(as_dict(recipe)).items() if v is not None and k not in ('seed', 'about')}
-    for path in [o for o in files(out) if o.stem.startswith(f'{recipe.name}-2')][-3:][::-1]:
+    for path in of_recipe(recipe.name, out)[-3:][::-1]:
         with suppress(UserError):
             run = load(path, profile=False)
             same = run.status == 'ok' and asked.items() <= run.recipe.items() and processes == run.processes

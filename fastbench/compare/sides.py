@@ -12,10 +12,10 @@ from pathlib import Path
 from ..errors import UserError, plural, unknown
 from ..recipe import defaults_of
 from ..runs.record import Run
-from ..runs.store import FOLDER, files, find, load, load_all
+from ..runs.store import FOLDER, files, find, load, load_all, of_recipe
 
 # %% ../../nbs/compare/02_sides.ipynb #cf1e4d68
-def load_side(what, # A `Run`, a folder, a file, an id, the beginning of ids, ab:A or ab:B; or a list of these
+def load_side(what, # A `Run`, a folder, a file, an id, the beginning of ids, a recipe, ab:A or ab:B; or a list of these
               folder=FOLDER, # Where ids are looked up
     )->tuple: # `Run`s; lines on files that were passed over
     "Load the Runs of one side"
@@ -29,7 +29,7 @@ def load_side(what, # A `Run`, a folder, a file, an id, the beginning of ids, ab
     path,name = Path(what),str(what)
     if path.is_dir(): return _in_folder(path)
     if path.is_file(): return [load(path)],[]
-    hits = [o for o in files(folder) if o.stem.startswith(name.removesuffix('.json'))]
+    hits = [o for o in files(folder) if o.stem.startswith(name.removesuffix('.json'))] or of_recipe(name, folder)
     if not hits and (len(path.parts) > 1 or name.endswith((os.sep, '.json'))):
         _missing(f'{path} is not there: is the path right, and was it copied to this machine?')
     if name in ('ab:A', 'ab:B'): return _of_last_ab(name[-1], folder)
