@@ -29,6 +29,7 @@ from fastbench.machine import group
 from fastbench.train.learner import BenchLearner
 from fastbench.train.state import layer_numbers
 from processes import NAMES, apart, flat, forked
+from reader import Reader
 
 G = torch.Generator().manual_seed(3)
 N, BS = 64, 8
@@ -105,18 +106,6 @@ class Directs(Callback):
 
 
 def own_layers(model): return getattr(model, 'module', model)
-
-
-class Reader(nn.Module):
-    "Goes on from where the rows of the batch before ended"
-    def __init__(self):
-        super().__init__()
-        self.emb, self.rnn, self.out, self.state = nn.Embedding(23, 4), nn.GRU(4, 4, batch_first=True), nn.Linear(4, 23), None
-    def reset(self): self.state = None
-    def forward(self, x):
-        h, state = self.rnn(self.emb(x), self.state)
-        self.state = state.detach()
-        return self.out(h)
 
 
 def texts_dls():

@@ -54,6 +54,7 @@ from fastbench.train.muon import muon
 from fastbench.train.optimizer import foreach_adamw, fused_adam, fused_sgd
 from fastbench.train.resume import CheckpointEvery
 from gpu import needs_gpu
+from reader import Reader
 from test_text_data import WORDS, make_tokenizer
 
 TOKENIZER = make_tokenizer()  # once: what it learns is another each time
@@ -132,25 +133,12 @@ def lm_learner(path):
     return learn
 
 
-class Reader(nn.Module):
-    "Goes on from where the rows of the batch before ended"
-    def __init__(self):
-        super().__init__()
-        self.emb, self.rnn, self.out, self.state = nn.Embedding(23, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 23), None
-    def reset(self): self.state = None
-    def forward(self, x):
-        if self.state is not None and self.state.shape[1] != len(x): self.state = None
-        h, state = self.rnn(self.emb(x), self.state)
-        self.state = state.detach()
-        return self.out(h)
-
-
 def fastai_lm_learner(path):
     "With fastai's loader, which shuffles texts in place"
     set_seed(7)
     texts = [torch.arange(i*i, i*i + 40 + i) % 23 for i in range(12)]
     d = DataLoaders(*[LMDataLoader(texts, bs=4, seq_len=20, shuffle=o, do_setup=False) for o in (True, False)], device='cpu')
-    return Learner(d, Reader(), path=path, loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=ModelResetter())
+    return Learner(d, Reader(8), path=path, loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=ModelResetter())
 
 
 class Branch(nn.Module):
