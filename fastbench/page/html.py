@@ -19,6 +19,7 @@ from fastcore.xml import FT, Safe, ft, to_xml
 from .. import __version__
 from ..measure.palette import THEME
 from ..measure.table import harmless
+from ..runs.record import name_for_a_file
 
 # %% ../../nbs/page/01_html.ipynb #9d6bbb57
 def clean(o # Anything
@@ -40,7 +41,7 @@ def file_name(o, # Any text
               n:int=80, # Characters at most
     )->str: # Letters, digits, dots, dashes and underscores; never a path, hidden or empty
     "Return a file name that is valid on every system"
-    return re.sub(r'[^A-Za-z0-9._-]+', '_', str(o)).strip('._-')[:n].strip('._-') or 'report'
+    return name_for_a_file(str(o), None).strip('._-')[:n].strip('._-') or 'report'
 
 # %% ../../nbs/page/01_html.ipynb #8b7d76f2
 def _fit(o):

@@ -10,7 +10,7 @@ import codecs, errno, os, re, tempfile, time
 from pathlib import Path
 
 from ..errors import UserError, unknown
-from .record import Run, file_name, from_head, from_json, when
+from .record import Run, name_for_a_file, from_head, from_json, when
 
 # %% ../../nbs/runs/02_store.ipynb #f0039a62
 FOLDER = 'fastbench-runs'  # in the current folder, unless told otherwise
@@ -157,7 +157,7 @@ def of_recipe(name:str, # Of a recipe
               folder=FOLDER, # Where Runs are kept
     )->list: # Paths, oldest first
     "Return the files of the Runs of a recipe"
-    own = re.compile(re.escape(file_name(name)) + r'-\d{8}T\d{6,9}-[0-9a-f]{8}')
+    own = re.compile(re.escape(name_for_a_file(name)) + r'-\d{8}T\d{6,9}-[0-9a-f]{8}')
     return [o for o in files(folder) if own.fullmatch(o.stem)]
 
 def find(name:str, # A file, an id, its beginning, a recipe, or 'last'

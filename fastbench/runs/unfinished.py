@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..recipe import as_dict
-from .record import file_name, plain
+from .record import name_for_a_file, plain
 
 # %% ../../nbs/runs/04_unfinished.ipynb #c8661665
 def unfinished_folder(recipe, # A `Recipe`
@@ -22,7 +22,7 @@ def unfinished_folder(recipe, # A `Recipe`
     "Return the folder of a training's checkpoints"
     known = plain(as_dict(recipe)) | dict(repeat=repeat, source=recipe.origin().get('sha256'))
     about = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:10]
-    return Path(folder).absolute()/'checkpoints'/f'{file_name(recipe.name, 80)}-{about}'
+    return Path(folder).absolute()/'checkpoints'/f'{name_for_a_file(recipe.name, 80)}-{about}'
 
 def is_unfinished(where:Path # From `unfinished_folder`
     )->bool:
