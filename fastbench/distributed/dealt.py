@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from ..errors import UserError
 from ..machine.group import broadcast
-from ..train.state import loader_state, set_loader_state
+from ..train.state import loader_state, set_loader_state, order_of_texts
 from ..train.transfer import CopiesAhead
 
 # %% ../../nbs/distributed/04_dealt.ipynb #10a47a54
@@ -150,7 +150,7 @@ class RowsDL(RankDL):
 @patch
 def get_idxs(self:RowsDL):
     "Numbers of batches and rows, after the texts were put into the order of rank 0"
-    dl,texts,whole = self.dl,self.dl.items.idxs,self.bs*self.world_size
+    dl,texts,whole = self.dl,order_of_texts(self.dl),self.bs*self.world_size
     own = list(dl.get_idxs())
     texts[:] = self._broadcast(list(texts), 0)
     self._cut()
@@ -175,7 +175,7 @@ def dealt(dl, # A loader of fastai
           device, # Where batches go
     )->RankDL:
     "Return what a process draws of `dl`"
-    return (RowsDL if hasattr(type(dl), 'make_chunks') else RankDL)(dl, rank, ranks, device)
+    return (RankDL if order_of_texts(dl) is None else RowsDL)(dl, rank, ranks, device)
 
 # %% ../../nbs/distributed/04_dealt.ipynb #rankdl02
 def _refuse(dl, what):

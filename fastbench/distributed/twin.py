@@ -24,7 +24,8 @@ def keep_numbers(model:nn.Module, # Of the user
     ):
     "Bring numbers that callbacks have set in layers of the twin, such as a rate of dropout, back into the model"
     for key,v in layer_numbers(copy).items():
-        if since.get(key, v) != v: setattr(model.get_submodule(key.rpartition('/')[0]), key.rpartition('/')[2], v)
+        layer,_,name = key.rpartition('/')
+        if since.get(key, v) != v: setattr(model.get_submodule(layer), name, v)
 
 def empty_weights(model:nn.Module # Of the user, whose weights are elsewhere now
     ):
