@@ -1717,6 +1717,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'fastbench/distributed/fsdp.py'),
                                             'fastbench.distributed.fsdp._KeptOptimizer.__init__': ( 'distributed/fsdp.html#_keptoptimizer.__init__',
                                                                                                     'fastbench/distributed/fsdp.py'),
+                                            'fastbench.distributed.fsdp._ask_for_sums': ( 'distributed/fsdp.html#_ask_for_sums',
+                                                                                          'fastbench/distributed/fsdp.py'),
                                             'fastbench.distributed.fsdp._dtype': ( 'distributed/fsdp.html#_dtype',
                                                                                    'fastbench/distributed/fsdp.py'),
                                             'fastbench.distributed.fsdp._is_fused_sgd': ( 'distributed/fsdp.html#_is_fused_sgd',

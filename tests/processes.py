@@ -303,11 +303,20 @@ class Broken(Callback):
 NAMES = 'WORLD_SIZE', 'RANK', 'LOCAL_RANK'
 
 
+def adds_up():
+    "Reduce as Gloo of PyTorch 2.8 does: where it is asked for the mean, it adds up"
+    dist = torch.distributed
+    def summing(f): return lambda *args, **kwargs: f(*args, **(kwargs | dict(op=dist.ReduceOp.SUM) if kwargs.get('op') == dist.ReduceOp.AVG else kwargs))
+    for name in ('reduce_scatter_tensor', 'reduce_scatter_single'):  # the newer name is the second
+        if hasattr(dist, name): setattr(dist, name, summing(getattr(dist, name)))
+
+
 def main(folder, *given):
     "`given`: rank and number of processes, where the group is made by somebody else and the environment says nothing"
     told = {k: os.environ.pop(k) for k in NAMES if k in os.environ}
     ones = by_one_process()
     os.environ.update(told)
+    if given: adds_up()
     if given: torch.distributed.init_process_group('gloo', store=torch.distributed.FileStore(str(Path(folder, 'store'))), rank=int(given[0]), world_size=int(given[1]))
     else: group.join(timeout=300)
     res, learns, me = {}, {}, group.rank()

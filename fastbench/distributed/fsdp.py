@@ -34,6 +34,11 @@ from ..train.optimizer import fused_sgd
 from ..train.rehearsal import is_gan
 from ..train.state import layer_numbers
 
+# %% ../../nbs/distributed/04_fsdp.ipynb #fsdpsum2
+def _ask_for_sums(copy):
+    for m in copy.modules():
+        if isinstance(m, FSDPModule): m.set_force_sum_reduction_for_comms(True)
+
 # %% ../../nbs/distributed/04_fsdp.ipynb #23c52c1e
 def _own_blocks(model):
     "Return the blocks that transformers marks as not to be split"
@@ -62,6 +67,7 @@ def sharded_copy(model:nn.Module, # Emptied: its weights are in the copy
     for m in _norms(copy) if dtype else (): fully_shard(m, mesh=mesh)
     for m in _with_own_weights((blocks or _own_blocks)(copy), copy): fully_shard(m, **how)
     fully_shard(copy, **how, reshard_after_forward=True)  # or what is outside of blocks stays whole
+    if mesh.device_type == 'cpu': _ask_for_sums(copy)
     empty_weights(model)
     return copy
 
