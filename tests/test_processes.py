@@ -39,7 +39,10 @@ def test_the_strategies_known_without_torch_are_those_there():
 
 
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
-def test_one_run_of_two_processes(tmp_path, strategy):
+def test_one_run_of_two_processes(tmp_path, monkeypatch, strategy):
+    (tmp_path/'here').mkdir()
+    for o in ('token', 'numpy'): (tmp_path/'here'/f'{o}.py').write_text("raise SystemExit('imported from the current folder')")
+    monkeypatch.chdir(tmp_path/'here')
     told = []
     run = launched(tmp_path, 'late', told.append, strategy=strategy)
     assert run.status == 'ok' and (run.world_size, run.strategy) == (2, strategy) and run.engine['sharded'] == (strategy == 'fsdp')

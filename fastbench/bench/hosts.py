@@ -28,7 +28,8 @@ def _is_secret(k): return any(o in k for o in ('TOKEN', 'SECRET', 'PASSWORD', 'K
 def _there(command):
     "Return a command for the shell of another machine: in this folder, with these variables"
     kept = {k: v for k,v in os.environ.items() if k.startswith(_PASSED) and not _is_secret(k)}
-    kept |= dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1', PYTHONWARNINGS='ignore', TOKENIZERS_PARALLELISM='false')
+    kept |= dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1', PYTHONWARNINGS='ignore', TOKENIZERS_PARALLELISM='false',
+                 PYTHONSAFEPATH='1')
     words = [*(f'{k}={v}' for k,v in kept.items()), *map(str, command)]
     return f'cd {shlex.quote(os.getcwd())} && exec env {shlex.join(words)}'
 

@@ -137,6 +137,11 @@ class Signals:
         try: yield
         finally: self._raise = False
 
+# %% ../../nbs/bench/03_launch.ipynb #safe0002
+class _Modules(list):
+    "Names of modules; who reads their words as code leaves the current folder out of the path"
+    def __repr__(self): return f'{[*self]!r} if __import__("sys").path.remove("") is None else 0'
+
 # %% ../../nbs/bench/03_launch.ipynb #572357e2
 # quiet imports, and none from the current folder
 _BIRTH = dict(PYTHONWARNINGS='ignore::FutureWarning', PYTHONSAFEPATH='1')
@@ -145,7 +150,8 @@ def _born_with(): return {k: os.environ.get(k) for k in _BIRTH}
 
 def _start_server():
     from multiprocessing import forkserver, resource_tracker
-    multiprocessing.set_forkserver_preload(['fastbench.bench.imports', 'torch._dynamo'])
+    kind = _Modules if sys.version_info < (3, 11) and not sys.flags.isolated else list
+    multiprocessing.set_forkserver_preload(kind(['fastbench.bench.imports', 'torch._dynamo']))
     resource_tracker.ensure_running()  # clears the mask while it starts
     old = _born_with()
     with _deaf():

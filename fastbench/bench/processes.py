@@ -46,7 +46,7 @@ def torchrun(nproc:int, # Number of processes on this machine
 def _environment(nproc, threads=None):
     "Share out the cores; with a shared store, restarts fail (7 of 17 went well)"
     more = dict(OMP_NUM_THREADS=str(threads or max(1, worker_cores()//nproc)), TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1',
-                PYTHONWARNINGS='ignore', TOKENIZERS_PARALLELISM='false')
+                PYTHONWARNINGS='ignore', TOKENIZERS_PARALLELISM='false', PYTHONSAFEPATH='1')
     if os.name == 'nt': more['USE_LIBUV'] = '0' # PyTorch is built without it there, and torchrun asks for it
     return os.environ | {k: v for k,v in more.items() if k not in os.environ}
 
@@ -238,7 +238,7 @@ def launch_processes(recipe, # A `Recipe` or its name, a function that returns a
         job = Launch(recipe, path, nproc, tell, signals, max_restarts, show_output, options.get('device'), threads)
         starter = os.getpid() if isinstance(place, Here) else None
         write_spec(path, recipe, folder=str(folder), strategy=strategy, timeout=timeout, offline=offline,
-                   starter=starter, options=dict(options, repeat=repeat))
+                   starter=starter, safe_path=os.environ.get('PYTHONSAFEPATH'), options=dict(options, repeat=repeat))
         try: said = place.run(job)
         except Ended as e: return failed_run(recipe, repeat, folder, str(e), **many)
         return ended(job.board, said, signals.got, recipe, repeat, folder, **many)

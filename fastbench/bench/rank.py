@@ -9,7 +9,7 @@ __all__ = ['of_rank', 'check_same', 'train_rank', 'worst', 'main']
 import json, os, pickle, signal, sys
 from pathlib import Path
 
-from .child import quiet_process, unpack
+from .child import quiet_process, set_variable, unpack
 from .loaders import keep_loaders
 from ..distributed.board import Board, Lookout
 from ..errors import UserError
@@ -135,6 +135,7 @@ def main(path:str # Path of the file that says what to train
     board = Board(spec['board'], int(os.environ.get('RANK', 0)))
     board.begin()
     os.environ |= board.variables()
+    set_variable('PYTHONSAFEPATH', spec.get('safe_path'))  # for what the training starts
     code = 1
     try:
         quiet_process(spec['offline'])

@@ -59,7 +59,7 @@ _FLOW = '''folder={folder}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export address=$(scontrol show node "$head" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
 export port=$((20000 + SLURM_JOB_ID % 10000))
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 PYTHONWARNINGS=ignore TOKENIZERS_PARALLELISM=false
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 PYTHONWARNINGS=ignore TOKENIZERS_PARALLELISM=false PYTHONSAFEPATH=1
 
 cat > "$folder/node.sh" <<'END'
 {of_node}

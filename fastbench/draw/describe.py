@@ -50,10 +50,18 @@ def _is_installed(module):
     return bool(file_of(top)) and _by_pip(top, os.path.realpath(file_of(top)))
 
 # %% ../../nbs/draw/21_describe.ipynb #460bac05
+def _brought_by(top):
+    "The distribution that brought a package; Python 3.10 knows only those with a `top_level.txt`"
+    if found := metadata.packages_distributions().get(top): return found[0]
+    if sys.version_info >= (3, 11): return None
+    files = (f'{top}/', f'{top}.py,')
+    return next((o.metadata['Name'] for o in metadata.distributions()
+                 if any(f.startswith(files) for f in (o.read_text('RECORD') or '').splitlines())), None)
+
 def _version(module):
     top = module.split('.')[0]
-    dists = metadata.packages_distributions().get(top) if top not in sys.stdlib_module_names else None
-    return f'{top} {metadata.version(dists[0])}' if dists else top
+    name = None if top in sys.stdlib_module_names else _brought_by(top)
+    return f'{top} {metadata.version(name)}' if name else top
 
 _version = functools.lru_cache(None)(_version)
 
