@@ -768,6 +768,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastbench.callback.tta._is_image': ('callback/tta.html#_is_image', 'fastbench/callback/tta.py'),
                                         'fastbench.callback.tta._mean': ('callback/tta.html#_mean', 'fastbench/callback/tta.py'),
                                         'fastbench.callback.tta._of': ('callback/tta.html#_of', 'fastbench/callback/tta.py'),
+                                        'fastbench.callback.tta._targets': ('callback/tta.html#_targets', 'fastbench/callback/tta.py'),
                                         'fastbench.callback.tta._twice': ('callback/tta.html#_twice', 'fastbench/callback/tta.py')},
             'fastbench.cli': { 'fastbench.cli._as_field': ('cli.html#_as_field', 'fastbench/cli.py'),
                                'fastbench.cli._code': ('cli.html#_code', 'fastbench/cli.py'),

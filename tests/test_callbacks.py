@@ -319,6 +319,18 @@ def test_flips_of_points_are_refused(target):
     with pytest.raises(UserError, match='FlipTTA cannot mirror predictions of places .*Tensor(Point|BBox)'): flipped(nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), 1, torch.randn(2, 3, 4, 4), target)
 
 
+def test_tta_refuses_places_where_a_batch_has_no_targets(tmp_path):
+    "In `predict` and `get_preds` of new images: the mean of a point and its mirror image is no place"
+    from fastai.data.block import DataBlock
+    from fastai.vision.data import ImageBlock, PointBlock
+    from PIL import Image
+    files = [tmp_path/f'{i}.png' for i in range(4)]
+    for o in files: Image.new('RGB', (8, 8)).save(o)
+    dls = DataBlock((ImageBlock, PointBlock), get_y=lambda o: [[1., 2.]], splitter=lambda o: ([0, 1], [2, 3])).dataloaders(files, bs=2, device='cpu')
+    learn = Learner(dls, nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), loss_func=nn.MSELoss(), cbs=FlipTTA())
+    with learn.no_bar(), pytest.raises(UserError, match='TensorPoint: leave it out'): learn.predict(files[0])
+
+
 # Numbers that cannot be
 
 @pytest.mark.parametrize('make, said', [(lambda: FirstBatches(0), 'n=0 cannot be: a whole number, 1 or more'), (lambda: FirstBatches(1.5), 'n=1.5 cannot be'), (lambda: ProgressiveResize('x'), "start='x' cannot be"),

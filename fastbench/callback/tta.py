@@ -20,14 +20,14 @@ class FlipTTA(Callback):
     name = 'flip_tta'
     def before_batch(self):
         if self.training: return
-        xb,places = self.learn.xb,[o for o in self.learn.yb if isinstance(o, (TensorPoint, TensorBBox))]
+        xb,places = self.learn.xb,[o for o in _targets(self.learn) if issubclass(o, (TensorPoint, TensorBBox))]
         images = [o for o in xb if _is_image(o)]
         if not images:
             raise UserError('FlipTTA mirrors batches of images (image, channel, height, width); this one is '
                             f'{tuple(xb[0].shape) if hasattr(xb[0], "shape") else type(xb[0]).__name__}')
         if places:
             raise UserError('FlipTTA cannot mirror predictions of places back, and the targets are '
-                            f'{type(places[0]).__name__}: leave it out')
+                            f'{places[0].__name__}: leave it out')
         self._n = len(images[0])
         self.learn.xb = tuple(_twice(o, self._n) for o in xb)
 
@@ -44,6 +44,12 @@ def _of(o, n): return isinstance(o, torch.Tensor) and o.ndim > 0 and len(o) == n
 def _twice(o, n): return torch.cat([o, o.flip(-1) if _is_image(o) else o]) if _of(o, n) else o
 
 def _first(o, n): return o[:n] if _of(o, 2*n) else o
+
+def _targets(learn):
+    "Their classes: those of the batch, else those that fastai's loader remembers, as in `predict`"
+    if learn.yb: return [type(o) for o in learn.yb]
+    told = getattr(learn.dl, '_types', None) or {}
+    return [o for parts in told.values() if isinstance(parts, list) for o in parts if isinstance(o, type)]
 
 def _mean(o, n):
     "The mean of both halves; maps of the mirror images are mirrored back"
