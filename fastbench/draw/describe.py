@@ -35,12 +35,14 @@ _OF_PYTHON = [sysconfig.get_paths()[o] for o in ('stdlib', 'platstdlib', 'pureli
 _FOLDERS = *_OF_PYTHON,*site.getsitepackages(),site.getusersitepackages()
 _PATHS = tuple({os.path.realpath(o) + os.sep for o in _FOLDERS})
 
+def _brings(dist, top):
+    return any(o.startswith((f'{top}/', f'{top}.py,')) for o in (dist.read_text('RECORD') or '').splitlines())
+
 @functools.lru_cache(None)
 def _by_pip(top, file):
     "Has pip put this package where it is (`--target`)? Then a RECORD beside it names it"
     folder = Path(file).parents[os.path.basename(file) == '__init__.py']
-    records = [o.read_text('RECORD') or '' for o in metadata.distributions(path=[str(folder)])]
-    return any(o.startswith((f'{top}/', f'{top}.py,')) for r in records for o in r.splitlines())
+    return any(_brings(o, top) for o in metadata.distributions(path=[str(folder)]))
 
 def _is_installed(module):
     def file_of(o): return getattr(sys.modules.get(o), '__file__', None)
@@ -54,9 +56,7 @@ def _brought_by(top):
     "The distribution that brought a package; Python 3.10 knows only those with a `top_level.txt`"
     if found := metadata.packages_distributions().get(top): return found[0]
     if sys.version_info >= (3, 11): return None
-    files = (f'{top}/', f'{top}.py,')
-    return next((o.metadata['Name'] for o in metadata.distributions()
-                 if any(f.startswith(files) for f in (o.read_text('RECORD') or '').splitlines())), None)
+    return next((o.metadata['Name'] for o in metadata.distributions() if _brings(o, top)), None)
 
 def _version(module):
     top = module.split('.')[0]
