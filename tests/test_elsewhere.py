@@ -138,7 +138,7 @@ def test_processes_that_fastai_does_not_make_are_refused(monkeypatch, tmp_path):
     for i in range(8):
         (to := tmp_path/'ab'[i % 2]/f'{i}.png').parent.mkdir(exist_ok=True)
         Image.fromarray(np.full((8, 8, 3), i, 'u1')).save(to)
-    dls = ImageDataLoaders.from_folder(tmp_path, valid_pct=.5, bs=2, num_workers=0, device='cpu', item_tfms=Resize(8))
+    dls = ImageDataLoaders.from_folder(tmp_path, valid_pct=.5, seed=2, bs=2, num_workers=0, device='cpu', item_tfms=Resize(8))  # both labels are in each half
     monkeypatch.setattr(load, 'sys', having(load.sys, platform='darwin'))
     with pytest.raises(UserError, match='processes=1: fastai makes no loader processes here'): fast_images(dls, processes=1)
     assert len(list(fast_images(dls, threads=1).train)) == 2
