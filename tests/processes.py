@@ -316,8 +316,9 @@ def main(folder, *given):
     told = {k: os.environ.pop(k) for k in NAMES if k in os.environ}
     ones = by_one_process()
     os.environ.update(told)
-    if given: adds_up()
-    if given: torch.distributed.init_process_group('gloo', store=torch.distributed.FileStore(str(Path(folder, 'store'))), rank=int(given[0]), world_size=int(given[1]))
+    if given:
+        adds_up()
+        torch.distributed.init_process_group('gloo', store=torch.distributed.FileStore(str(Path(folder, 'store'))), rank=int(given[0]), world_size=int(given[1]))
     else: group.join(timeout=300)
     res, learns, me = {}, {}, group.rank()
     res['words'] = [group.gather(me), group.broadcast(dict(a=me)), group.sum_over_ranks([1, me]).tolist(), group.max_over_ranks(me), group.any_rank(me == 1)]

@@ -8,7 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fastbench.bench.processes import STRATEGIES, launch_processes
+import fastbench
+from fastbench.bench.processes import STRATEGIES, launch_processes, _rank_variables
 from fastbench.errors import UserError
 from fastbench.measure.phases import SYNCS
 from fastbench.recipe import get_recipe
@@ -55,6 +56,14 @@ def test_one_run_of_two_processes(tmp_path, monkeypatch, strategy):
     assert strategy == 'fsdp' or a['waiting'] > 2*b['waiting']  # with fsdp it waits in forward already
     assert run.ranks[0]['syncs'] == ['loss_sync', *['gradient_sync']*(strategy == 'ddp'), 'step_sync'] and not set(a) & {*SYNCS}
     assert any('not measured apart' in o for o in RanksTable(run).notes) == (strategy == 'fsdp')
+
+
+def test_a_checkout_that_is_not_installed_is_found(tmp_path, monkeypatch):
+    "The processes look in the current folder where this fastbench itself lies, and nowhere else"
+    monkeypatch.chdir(Path(fastbench.__file__).parent.parent)
+    there = _rank_variables()
+    monkeypatch.chdir(tmp_path)
+    assert _rank_variables() == there | dict(PYTHONSAFEPATH='1') and 'PYTHONSAFEPATH' not in there
 
 
 def test_an_error_of_one_ends_both_and_is_said_once(tmp_path):

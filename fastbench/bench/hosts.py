@@ -15,7 +15,7 @@ from tempfile import mkdtemp
 from fastcore.basics import patch
 
 from .launch import GRACE
-from .processes import Ended, kill_tree, torchrun
+from .processes import Ended, kill_tree, _rank_variables, torchrun
 from ..errors import UserError
 
 # %% ../../nbs/bench/08_hosts.ipynb #3d226d2e
@@ -28,9 +28,7 @@ def _is_secret(k): return any(o in k for o in ('TOKEN', 'SECRET', 'PASSWORD', 'K
 def _there(command):
     "Return a command for the shell of another machine: in this folder, with these variables"
     kept = {k: v for k,v in os.environ.items() if k.startswith(_PASSED) and not _is_secret(k)}
-    kept |= dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1', PYTHONWARNINGS='ignore', TOKENIZERS_PARALLELISM='false',
-                 PYTHONSAFEPATH='1')
-    words = [*(f'{k}={v}' for k,v in kept.items()), *map(str, command)]
+    words = [*(f'{k}={v}' for k,v in (kept | _rank_variables()).items()), *map(str, command)]
     return f'cd {shlex.quote(os.getcwd())} && exec env {shlex.join(words)}'
 
 # %% ../../nbs/bench/08_hosts.ipynb #065252cb

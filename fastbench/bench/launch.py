@@ -139,7 +139,7 @@ class Signals:
 
 # %% ../../nbs/bench/03_launch.ipynb #safe0002
 class _Modules(list):
-    "Names of modules; who reads their words as code leaves the current folder out of the path"
+    "Names of modules, whose text, run as code, takes the current folder out of the path"
     def __repr__(self): return f'{[*self]!r} if __import__("sys").path.remove("") is None else 0'
 
 # %% ../../nbs/bench/03_launch.ipynb #572357e2

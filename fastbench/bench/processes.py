@@ -13,6 +13,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import fastbench
 from .child import pack
 from .launch import GRACE, CannotStart, Signals, failed_run, outcome, _refusal
 from ..distributed.board import Board, blame
@@ -42,11 +43,18 @@ def torchrun(nproc:int, # Number of processes on this machine
     return [sys.executable, '-m', 'torch.distributed.run', *meet, '--nproc-per-node', str(nproc),
             *_shutdown(), '--monitor-interval', '0.1', *more, '-m', 'fastbench.bench.rank', str(spec)]
 
+# %% ../../nbs/bench/04_processes.ipynb #rankvar2
+def _rank_variables(
+    )->dict: # With a shared store, restarts fail (7 of 17 went well)
+    "Return the environment variables of the processes, on every machine"
+    res = dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1', PYTHONWARNINGS='ignore', TOKENIZERS_PARALLELISM='false')
+    found_here = Path(fastbench.__file__).resolve().parent.parent == Path.cwd()
+    return res if found_here else res | dict(PYTHONSAFEPATH='1')
+
 # %% ../../nbs/bench/04_processes.ipynb #aa7fc61f
 def _environment(nproc, threads=None):
-    "Share out the cores; with a shared store, restarts fail (7 of 17 went well)"
-    more = dict(OMP_NUM_THREADS=str(threads or max(1, worker_cores()//nproc)), TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1',
-                PYTHONWARNINGS='ignore', TOKENIZERS_PARALLELISM='false', PYTHONSAFEPATH='1')
+    "Share out the cores"
+    more = _rank_variables() | dict(OMP_NUM_THREADS=str(threads or max(1, worker_cores()//nproc)))
     if os.name == 'nt': more['USE_LIBUV'] = '0' # PyTorch is built without it there, and torchrun asks for it
     return os.environ | {k: v for k,v in more.items() if k not in os.environ}
 

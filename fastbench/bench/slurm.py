@@ -14,7 +14,7 @@ from tempfile import mkdtemp
 
 from fastcore.basics import patch
 
-from .processes import Ended, Tail, torchrun
+from .processes import Ended, Tail, _rank_variables, torchrun
 from ..errors import UserError
 from ..recipe import get_recipe
 from ..runs.store import FOLDER
@@ -59,7 +59,7 @@ _FLOW = '''folder={folder}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export address=$(scontrol show node "$head" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
 export port=$((20000 + SLURM_JOB_ID % 10000))
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 PYTHONWARNINGS=ignore TOKENIZERS_PARALLELISM=false PYTHONSAFEPATH=1
+export {variables}
 
 cat > "$folder/node.sh" <<'END'
 {of_node}
@@ -94,7 +94,9 @@ def slurm_script(name:str, # Name of the job
     )->str:
     "Return the script for `sbatch`"
     over = "again 'its time is nearly over'" if goes_on else "echo 'fastbench: the time of the job is over'"
-    flow = _FLOW.format(folder=shlex.quote(str(folder)), of_node=_of_node(folder, nproc, max_restarts), at_limit=over)
+    variables = ' '.join(f'{k}={v}' for k,v in _rank_variables().items())
+    flow = _FLOW.format(folder=shlex.quote(str(folder)), variables=variables, at_limit=over,
+                        of_node=_of_node(folder, nproc, max_restarts))
     told = [f'# {" ".join(told.splitlines())}'] if told else []
     head = ['#!/bin/bash', *told, *_asks(name, folder, nodes, nproc, **asks), '']
     return '\n'.join([*head, flow])
