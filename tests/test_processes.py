@@ -104,6 +104,35 @@ def test_a_process_that_hangs_is_named_with_its_place(tmp_path):
     assert run.error.startswith('process 1 hung: it stood in stand_still (trouble.py:') and 'stand_still' in run.traceback
 
 
+BUSY = """
+import ctypes, sys, time
+from fastbench.distributed.board import Board, Lookout
+
+def deep(n):
+    yield n
+    if n: yield from deep(n-1)
+
+def busy():
+    while True: list(deep(30))
+
+def in_c():
+    time.sleep(1)
+    ctypes.PyDLL(None).sleep(60) # keeps Python from running
+
+with Lookout(Board(sys.argv[1]), timeout=-1) as look:
+    look.step()
+    globals()[sys.argv[2]]()
+"""
+
+
+@pytest.mark.parametrize('where', ('busy', 'in_c'))
+def test_the_stacks_of_a_process_that_hangs_are_whole(tmp_path, where):
+    "They were read while the threads ran on: that of a busy one was mostly cut off, and now and then the process crashed"
+    ended = subprocess.run([sys.executable, '-c', BUSY, str(tmp_path), where], timeout=60, cwd=tmp_path).returncode
+    stacks = (tmp_path/'0.stack').read_text()
+    assert ended in (1, 70) and f' in {where}\n' in stacks and stacks.rstrip().endswith('in <module>')
+
+
 def test_all_are_started_anew_where_that_was_asked_for(tmp_path):
     run = launched(tmp_path, 'once', max_restarts=1)
     assert run.status == 'ok' and len(run.ranks) == 2

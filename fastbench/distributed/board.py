@@ -133,20 +133,22 @@ class Lookout:
 # %% ../../nbs/distributed/10_board.ipynb #e4729e33
 @patch
 def _watch(self:Lookout):
-    seen = 0
+    seen,late = 0,float('inf')
     while not self._over.wait(.5):
         if self.steps != seen:
-            seen = self.steps
-            faulthandler.dump_traceback_later(self.timeout+2, exit=True, file=self.file)
+            seen,late = self.steps,time.monotonic()+self.timeout+2
+            faulthandler.dump_traceback_later(self.timeout+4, exit=True, file=self.file)
+        if time.monotonic() > late: self._end()
         if os.getppid() != self.parent: self._end('the process that started this one is gone')
         if self.starter and not is_alive(self.starter): self.asked = True # as if it had asked
         if self.board.is_over(self.grace): self._end('another process has failed')
 
 # %% ../../nbs/distributed/10_board.ipynb #edbe8163
 @patch
-def _end(self:Lookout, why):
+def _end(self:Lookout, why=''):
+    "End this process; without a reason it hangs, which its threads' stacks tell"
     faulthandler.dump_traceback(self.file)
-    if not self.board.file('error').exists():
+    if why and not self.board.file('error').exists():
         self.board.say('error', line=why, of_user=False, echo=True, traceback='', time=time.time())
     os._exit(70)
 
