@@ -200,8 +200,8 @@ WITH['loader=whole'] = 'cache=array'
 def own_fields():
     "Class -> the fields that come with it: of every recipe, of the kinds, and of what several kinds share"
     from fastbench.recipe import kinds
-    every = dict.fromkeys(c for k in kinds().values() for c in reversed(k.__mro__) if '__annotations__' in vars(c))
-    return {c: found for c in every if (found := [o for o in fields(c) if o.name in vars(c)['__annotations__']])}
+    every = dict.fromkeys(c for k in kinds().values() for c in reversed(k.__mro__) if inspect.get_annotations(c))
+    return {c: found for c in every if (found := [o for o in fields(c) if o.name in inspect.get_annotations(c)])}
 
 
 def example(cls, o):
