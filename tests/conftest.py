@@ -75,6 +75,16 @@ def one_thread():
     torch.set_num_threads(n)
 
 
+@pytest.fixture
+def forked_loaders():
+    "fastai makes a transform of a function that cannot be pickled, and Python 3.14 pickles what it gives to a process"
+    import multiprocessing
+    before = multiprocessing.get_start_method(True)
+    multiprocessing.set_start_method('fork', force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
 @pytest.fixture(scope='session')
 def bf16():
     "What emulation would make slow, or PyTorch has no kernel for"

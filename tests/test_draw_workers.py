@@ -1,6 +1,5 @@
 "Workers: how many, by measurement; and what is said when one hangs, dies, or is only slow"
 import glob
-import multiprocessing
 import os
 import shutil
 import signal
@@ -27,16 +26,8 @@ from fastbench.errors import UserError
 from fastbench.measure.stopwatch import ManualClock
 from test_draw_loader import folder, loaders, same, seeded  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures('forked_loaders')
 ITEMS = [torch.tensor(i) for i in range(12)]
-
-
-@pytest.fixture(autouse=True, scope='module')
-def forked():
-    "Python 3.14 pickles what it gives to a process, which these transforms of functions do not allow"
-    before = multiprocessing.get_start_method(True)
-    multiprocessing.set_start_method('fork', force=True)
-    yield
-    multiprocessing.set_start_method(before, force=True)
 
 
 class At:

@@ -336,7 +336,7 @@ def test_sources_of_texts(tok, tmp_path):
     assert dls.info['n_valid'] == 5
 
 
-def test_datablock(tok, texts):
+def test_datablock(forked_loaders, tok, texts):
     from fastai.data.block import CategoryBlock, DataBlock, RegressionBlock
     from fastai.data.transforms import ColReader
     df = pd.DataFrame(dict(a=texts[:60], b=texts[60:120], label=['x', 'y', 'z']*20, score=np.linspace(0, 1, 60)))
