@@ -15,7 +15,6 @@ from fastai.optimizer import OptimWrapper
 from fastcore.basics import noop, patch
 from fastcore.xtras import join_path_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -27,7 +26,7 @@ from .strategy import (
 from .twin import empty_weights, keep_numbers, twin
 from ..errors import UserError
 from ..machine.group import barrier, join, leave, same_on_all, world_size
-from ..machine.shards import parts_of, whole
+from ..machine.shards import part_of, parts_of, whole
 from ..measure.clock import train_device
 from ..train.muon import muon
 from ..train.optimizer import fused_sgd
@@ -230,7 +229,8 @@ def load(self:FSDP, learn, # A Learner, sharded
          **kwargs): # As for fastai's `load_model`
     "Read whole weights, and keep the parts of this process"
     def model(state, strict=True):
-        set_model_state_dict(learn.model, state, options=StateDictOptions(full_state_dict=True, strict=strict))
+        held = learn.model.state_dict()
+        learn.model.load_state_dict({k: part_of(v, held.get(k)) for k,v in state.items()}, strict=strict)
     if learn.opt is None: learn.create_opt()
     barrier()
     file = join_path_file(file, learn.path/learn.model_dir, ext='.pth')
