@@ -1387,4 +1387,4 @@ def test_a_folder_with_a_file_of_another_program_is_no_cache(tmp_path):
     (tmp_path/'own').mkdir()
     (tmp_path/'own'/'cache.json').write_text('{"format": 1}')
     (tmp_path/'linked').symlink_to('own')
-    with pytest.raises(UserError, match='linked is a link: clear the cache own that lies in'): clear_caches(['linked'], tmp_path)
+    with pytest.raises(UserError, match='linked is a link: clear the cache own in'): clear_caches(['linked'], tmp_path)

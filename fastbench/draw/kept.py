@@ -114,7 +114,7 @@ def clear_caches(names=(), # Beginnings of the names of those to clear; none: al
 def _remove(folder):
     if folder.is_symlink():
         to = folder.resolve()
-        raise UserError(f'the cache {folder} is a link: clear the cache {to.name} that lies in {to.parent}, or remove the link')
+        raise UserError(f'the cache {folder} is a link: clear the cache {to.name} in {to.parent}, or remove the link')
     lock = lock_of(folder)
     try:
         with locked(lock):
