@@ -13,12 +13,13 @@ from importlib.util import find_spec
 import torch
 from fastai.learner import Learner
 from fastcore.basics import patch
+from fastcore.xtras import join_path_file
 
 from .agree import DecideTogether
 from .moves import WeightsMove
 from .weigh import WeighShares
 from ..errors import UserError
-from ..machine.group import all_or_none, heed_srun, own_gpu, rank, world_size
+from ..machine.group import all_or_none, barrier, heed_srun, own_gpu, rank, world_size
 from ..measure.clock import train_device
 from ..train.learner import Switches
 from ..train.state import opt_state, set_opt_state
@@ -139,3 +140,24 @@ def load(self:Switches, file, # Its name, in `path/model_dir`
     s = _files(self)
     load = partial(s.load, self) if s else super(Switches, self).load
     return load(file, device=device, **kwargs)
+
+# %% ../../nbs/distributed/06_learner.ipynb #encfiles2
+def _save_encoder(learn, file):
+    state = _files(learn).state(learn, False, not rank())
+    path = join_path_file(file, learn.path/learn.model_dir, ext='.pth')
+    if not rank(): torch.save({k[2:]: v for k,v in state.items() if k.startswith('0.')}, path)
+    barrier()
+
+def _refuse_to_load(learn, *args, **kwargs):
+    raise UserError(f'with {_files(learn).name} each process holds a part of the weights: load the encoder or the '
+                    'pretrained weights before the block')
+
+def _of_text(name, in_parts):
+    "A method that only fastai's `TextLearner` has, in other words where weights are in parts"
+    def get(self):
+        own = getattr(super(Switches, self), name)
+        return partial(in_parts, self) if _files(self) else own
+    return property(get)
+
+for name in ('load_encoder', 'load_pretrained'): setattr(Switches, name, _of_text(name, _refuse_to_load))
+Switches.save_encoder = _of_text('save_encoder', _save_encoder)
