@@ -153,11 +153,12 @@ def _refuse_to_load(learn, *args, **kwargs):
                     'pretrained weights before the block')
 
 def _of_text(name, in_parts):
-    "A method that only fastai's `TextLearner` has, in other words where weights are in parts"
+    "A method that only fastai's `TextLearner` has; `in_parts` where each process holds a part of the weights"
     def get(self):
         own = getattr(super(Switches, self), name)
         return partial(in_parts, self) if _files(self) else own
     return property(get)
 
-for name in ('load_encoder', 'load_pretrained'): setattr(Switches, name, _of_text(name, _refuse_to_load))
 Switches.save_encoder = _of_text('save_encoder', _save_encoder)
+Switches.load_encoder = _of_text('load_encoder', _refuse_to_load)
+Switches.load_pretrained = _of_text('load_pretrained', _refuse_to_load)
