@@ -143,9 +143,9 @@ def load(self:Switches, file, # Its name, in `path/model_dir`
 
 # %% ../../nbs/distributed/06_learner.ipynb #encfiles2
 def _save_encoder(learn, file):
-    state = _files(learn).state(learn, False, not rank())
-    path = join_path_file(file, learn.path/learn.model_dir, ext='.pth')
-    if not rank(): torch.save({k[2:]: v for k,v in state.items() if k.startswith('0.')}, path)
+    s,path = _files(learn),join_path_file(file, learn.path/learn.model_dir, ext='.pth')
+    state,at = s.state(learn, False, not rank()),'0.module.' if hasattr(s.model[0], 'module') else '0.'
+    if not rank(): torch.save({k.removeprefix(at): v for k,v in state.items() if k.startswith(at)}, path)
     barrier()
 
 def _refuse_to_load(learn, *args, **kwargs):
