@@ -42,7 +42,7 @@ def train(data, minilm, pretrained):
 def tuned(data, minilm): return train(data, minilm, True)
 
 
-def test_it_beats_random_weights_and_is_no_worse_than_tfidf(tuned, data, minilm):
+def test_it_beats_random_weights_and_tfidf(tuned, data, minilm):
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
@@ -50,7 +50,7 @@ def test_it_beats_random_weights_and_is_no_worse_than_tfidf(tuned, data, minilm)
     tfidf = make_pipeline(TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True), LogisticRegression(C=10, max_iter=1000)).fit(a.text, a.label)
     base, random = tfidf.score(b.text, b.label), train(data, minilm, False)[1]
     print(f'{len(a)} texts to train, {len(b)} to validate: MiniLM {tuned[1]:.3f}, random weights {random:.3f}, TF-IDF {base:.3f}')
-    assert tuned[1] > random + .15 and tuned[1] > base - .06  # two standard errors; the texts change with the packages installed
+    assert tuned[1] > base + .02 and tuned[1] > random + .15
 
 
 def test_only_the_head_was_random(tuned):
@@ -58,7 +58,7 @@ def test_only_the_head_was_random(tuned):
 
 
 def test_new_texts_are_told_apart(tuned):
-    assert sum(o[0] == name for name, o in zip(NEW, tuned[0].predict(list(NEW.values())))) >= 2
+    assert sum(o[0] == name for name, o in zip(NEW, tuned[0].predict(list(NEW.values())))) >= 3
 
 
 LOAD = '''
