@@ -146,7 +146,7 @@ def _watch(self:Lookout):
 # %% ../../nbs/distributed/10_board.ipynb #edbe8163
 @patch
 def _end(self:Lookout, why=''):
-    "End this process; without a reason it hangs, which its threads' stacks tell"
+    "End this process; without a reason if it hangs: its stacks say where, and no error is reported"
     faulthandler.dump_traceback(self.file)
     if why and not self.board.file('error').exists():
         self.board.say('error', line=why, of_user=False, echo=True, traceback='', time=time.time())

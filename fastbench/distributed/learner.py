@@ -13,13 +13,12 @@ from importlib.util import find_spec
 import torch
 from fastai.learner import Learner
 from fastcore.basics import patch
-from fastcore.xtras import join_path_file
 
 from .agree import DecideTogether
 from .moves import WeightsMove
 from .weigh import WeighShares
 from ..errors import UserError
-from ..machine.group import all_or_none, barrier, heed_srun, own_gpu, rank, world_size
+from ..machine.group import all_or_none, heed_srun, own_gpu, rank, world_size
 from ..measure.clock import train_device
 from ..train.learner import Switches
 from ..train.state import opt_state, set_opt_state
@@ -143,10 +142,10 @@ def load(self:Switches, file, # Its name, in `path/model_dir`
 
 # %% ../../nbs/distributed/06_learner.ipynb #encfiles2
 def _save_encoder(learn, file):
-    s,path = _files(learn),join_path_file(file, learn.path/learn.model_dir, ext='.pth')
-    state,at = s.state(learn, False, not rank()),'0.module.' if hasattr(s.model[0], 'module') else '0.'
-    if not rank(): torch.save({k.removeprefix(at): v for k,v in state.items() if k.startswith(at)}, path)
-    barrier()
+    s = _files(learn)
+    at = '0.module.' if hasattr(s.model[0], 'module') else '0.'
+    def pick(state): return {k.removeprefix(at): v for k,v in state.items() if k.startswith(at)}
+    s.save(learn, file, with_opt=False, pick=pick)
 
 def _refuse_to_load(learn, *args, **kwargs):
     raise UserError(f'with {_files(learn).name} each process holds a part of the weights: load the encoder or the '

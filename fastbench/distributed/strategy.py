@@ -112,13 +112,14 @@ def state(self:Strategy, learn, # A Learner
 def save(self:Strategy, learn, # A Learner
          file, # Its name, as for `Learner.save`
          with_opt=True, # The optimizer's state, too
+         pick=noop, # Returns what the file gets of the state
          pickle_protocol=2, # As for `torch.save`
          **kwargs): # Likewise
     "Write whole weights; all processes call it"
     file = join_path_file(file, learn.path/learn.model_dir, ext='.pth')
     mine = not rank() or 'lr_finder' in vars(learn)
     state = self.state(learn, with_opt, mine)
-    if mine: torch.save(state, file, pickle_protocol=pickle_protocol, **kwargs)
+    if mine: torch.save(pick(state), file, pickle_protocol=pickle_protocol, **kwargs)
     barrier()
     return file
 
