@@ -219,7 +219,7 @@ def loaders(kind, items, **kwargs):
 
 @pytest.mark.parametrize('kind', ['fastai', 'torch'])
 def test_a_batch_that_cannot_be_handed_over_is_an_error_and_no_wait(kept_loaders, kind):
-    with pytest.raises(Exception, match="Caught.* in a loader process(.|\n)*(pickle|local object)"): list(loaders(kind, Unsendable(), timeout=300))
+    with pytest.raises(Exception, match="Caught.* in a loader process(.|\n)*Can't (pickle|get) local object"): list(loaders(kind, Unsendable(), timeout=300))
 
 
 class Signalled(torch.utils.data.Dataset):
