@@ -9,12 +9,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
+def hears_signals():
+    "For preexec_fn: a shell makes what it starts with & deaf to Ctrl-C, nohup to a terminal that is closed"
+    for o in signal.SIGINT, signal.SIGHUP: signal.signal(o, signal.SIG_DFL)
+
+
 def outcome(script, *words, env, seconds=500):
     "Exit code and output of a Python script; after `seconds` each of its processes prints where it stands"
-    def hears_ctrl_c(): signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell makes what it starts with & deaf to it
     with tempfile.TemporaryFile('w+') as said:
         p = subprocess.Popen([sys.executable, str(script), *map(str, words)], env=env | dict(PYTHONFAULTHANDLER='1'), stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
-                             preexec_fn=hears_ctrl_c)
+                             preexec_fn=hears_signals)
         try: p.wait(seconds)
         except subprocess.TimeoutExpired:
             os.killpg(p.pid, signal.SIGABRT)

@@ -15,6 +15,7 @@ from fastbench.measure.phases import SYNCS
 from fastbench.recipe import get_recipe
 from fastbench.runs.ranks import RanksTable
 from fastbench.runs.store import load
+from started import hears_signals
 
 TROUBLE = str(Path(__file__).parent/'examples'/'trouble.py') + ':make'
 
@@ -167,7 +168,7 @@ except Interrupted as e: print(e.signum, e.path, flush=True)
 @contextmanager
 def starter(tmp_path, workers=0):
     "A process that has started two, once they train, for minutes: they are ended before; workers: loader processes of each"
-    p = subprocess.Popen([sys.executable, '-c', STARTER, str(tmp_path), str(workers)], stdout=subprocess.PIPE, text=True)
+    p = subprocess.Popen([sys.executable, '-c', STARTER, str(tmp_path), str(workers)], stdout=subprocess.PIPE, text=True, preexec_fn=hears_signals)
     try:
         assert p.stdout.readline() == 'fit\n'
         yield p
