@@ -19,7 +19,7 @@ from fasttransform import Transform
 from PIL import Image
 
 from ..data.fingerprint import fingerprint_rows
-from .files import contents_of, named_files, path_of
+from .files import contents_of, name_below, named_files, path_of
 from ..errors import UserError
 
 # %% ../../nbs/draw/21_describe.ipynb #fdb07478
@@ -260,9 +260,11 @@ def _path_steps(fs, item):
     return n
 
 # %% ../../nbs/draw/21_describe.ipynb #fc1b7d69
-def _files(items, pipelines):
+def _paths(items): return [] if _is_table(items) else [path_of(o) for o in items]
+
+def _files(items, paths, pipelines):
     "Files that items are, or become on the way"
-    res = [] if _is_table(items) else [path_of(o) for o in items]
+    res = list(paths)
     for fs in pipelines:
         if not len(items) or not (n := _path_steps(fs, next(iter(_each(items))))): continue
         for o in _each(items):
@@ -276,10 +278,11 @@ def fingerprint_items(items, # What a data set begins with
                       texts=(), # That the transforms hold: they may name files where items do not
     )->str: # Twelve hexadecimal digits
     "Return a hash that identifies the items of a data set and the files behind them"
-    root,*said_of = contents_of(files := _files(items, pipelines))
+    paths = _paths(items)
+    root,*said_of = contents_of(files := _files(items, paths, pipelines))
     if not files and (named := named_files(texts)): said_of += contents_of(named)[1:]
     tell = Describer('an item')
-    said = _table(items, tell) if _is_table(items) else [_item(o, root, tell) for o in items]
+    said = _table(items, tell) if _is_table(items) else [_item(*o, root, tell) for o in zip(items, paths)]
     return fingerprint([*said_of, said])
 
 # %% ../../nbs/draw/21_describe.ipynb #dscrdat1
@@ -298,8 +301,8 @@ def _table(df, tell):
     columns = [df.iloc[:,j] for j in range(df.shape[1])]
     return [tell(list(df.columns)), tell(df.index.to_numpy()), [[str(o.dtype), cells(o)] for o in columns]]
 
-def _item(o, root, tell):
+def _item(o, file, root, tell): # file: that the item is, if any
     "An item without the folder it lies in"
-    if (file := path_of(o)) is None: return tell(o)
+    if file is None: return tell(o)
     rest = [] if isinstance(o, (str, os.PathLike)) else [tell(getattr(o, 'y', None))]
-    return [os.path.relpath(file.absolute(), root), *rest]
+    return [name_below(root, file), *rest]

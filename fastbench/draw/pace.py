@@ -21,7 +21,7 @@ from fastai.learner import Learner
 from fastai.torch_core import to_device
 from fasttransform import Pipeline
 
-from .describe import _files, _is_table
+from .describe import _files, _is_table, _paths
 from ..machine.device import wait_for
 from ..measure.loader import is_plain
 from ..train.loop import FastLoop
@@ -189,7 +189,7 @@ def files_of(dl, # A fastai `DataLoader`
     some = items.iloc[:most] if _is_table(items) else list(items)[:most]
     res = [] if _is_table(items) else [first(o) for o in some]
     found = [o for o in res if isinstance(o, (str, PathLike)) and os.path.isfile(o)]
-    return found or _files(some, [list(o.tfms.fs) for o in getattr(dl.dataset, 'tls', ())])
+    return found or _files(some, _paths(some), [list(o.tfms.fs) for o in getattr(dl.dataset, 'tls', ())])
 
 def forget_files(paths # Of files
     )->bool: # Could it be done?
