@@ -16,7 +16,7 @@ from fastbench.page.charts import extremes, plot_accuracy, plot_distribution, pl
 from fastbench.machine.download import DataUnavailable
 from fastbench.page import details
 from fastbench.page.html import clean, csv_text, drawn, file_name
-from fastbench.page.raw import Seen, epochs_csv, fields
+from fastbench.page.raw import Seen, epochs_csv, fields, shared_fields
 from fastbench.measure.phases import Profile, to_dict
 from fastbench.measure.table import seconds
 from fastbench.errors import UserError
@@ -82,6 +82,19 @@ def test_cards_say_what_differs():
     text = report(sides[::2], against=sides[1::2], on=['lr', 'bs']).html
     assert re.findall(r'class="sub unlike">(.*?)</p>', text, re.S) == ['<bdi>lr 0.2</bdi>', '<bdi>lr 0.1</bdi>']
     assert 'unlike' not in re.sub('<style>.*?</style>', '', report([made(i) for i in range(3)]).html, flags=re.S)
+
+
+def test_a_page_of_hundreds_of_runs(monkeypatch):
+    "Each field of each Run is looked at once, and the table of what differs stays readable"
+    html, looks = report([made(i, n=2) for i in range(60)]).html, []
+    assert '>A40</th>' in html and '>A41</th>' not in html and 'The first 40 of 60 Runs. The file of the Runs has all.' in html
+    class Counted(dict):
+        def get(self, k):
+            looks.append(k)
+            return super().get(k)
+    monkeypatch.setattr('fastbench.page.raw.fields', lambda i: Counted(same=1, seed=i))
+    same, other = shared_fields(range(50))
+    assert same == dict(same=1) and other == dict(seed=[*range(50)]) and len(looks) == 100
 
 
 # In a browser

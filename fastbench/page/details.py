@@ -235,16 +235,17 @@ def _whole(text, n=4000):
     "A text of unknown direction, cut where it would fill the page"
     return h.bdi(text if len(text) <= n else f'{text[:n]}… ({len(text):,} characters)')
 
-def _fields_in_full(alls):
+def _fields_in_full(alls, most=40):
     "Show every field: once if equal, otherwise with one column per Run"
     same,other = shared_fields([s.run for s in alls])
     which = ' that is the same in all Runs' if alls[1:] else ''
-    head,name = ['field', *(s.label for s in alls)],'Fields in which the Runs differ'
+    head,name = ['field', *(s.label for s in alls[:most])],'Fields in which the Runs differ'
     alike = h.dl([(h.dt(_whole(k)), h.dd(_whole(v))) for k,v in same.items()])
-    rows = [[_whole(o) if o is not None else '' for o in (k, *vs)] for k,vs in other.items()]
+    rows = [[_whole(o) if o is not None else '' for o in (k, *vs[:most])] for k,vs in other.items()]
+    left = alls[most:] and _note(f'{_first_of(alls, most)} The file of the Runs has all.')
     differ = table(head, rows, ['l w']*len(head), name)
     return [h.details(h.summary(f'Every field{which} ({len(same)})'), alike),
-            rows and h.details(h.summary(f'{name} ({len(rows)})'), differ)]
+            rows and h.details(h.summary(f'{name} ({len(rows)})'), left, differ)]
 
 # %% ../../nbs/page/04_details.ipynb #e788d911
 @section('Raw data')

@@ -70,7 +70,7 @@ def shared_fields(runs # `Run`s
     )->tuple: # dict of what is the same in all; dict name -> list of texts, one a Run, None where it lacks the field
     "Return the fields that Runs share, and those in which they differ"
     all_ = [fields(o) for o in runs]
-    each = {k: [d.get(k) for d in all_] for d in all_ for k in d}
+    each = {k: [d.get(k) for d in all_] for k in dict.fromkeys(k for d in all_ for k in d)}
     same = {k: vs[0] for k,vs in each.items() if len(set(vs)) == 1}
     return same,{k: vs for k,vs in each.items() if k not in same}
 
