@@ -637,6 +637,22 @@ def test_files_labels_and_order_are_part_of_the_key(pets, tmp_path):
     assert fingerprint_items(['a', 'b']) != fingerprint_items(['b', 'a'])
 
 
+def test_a_million_files_are_each_looked_for_once(tmp_path, monkeypatch):
+    "And a key is the same whatever leads to the folder"
+    files, seen = [tmp_path/f'{i%3}'/f'{i}.jpg' for i in range(12)], []
+    for i, o in enumerate(files):
+        o.parent.mkdir(exist_ok=True)
+        o.write_bytes(bytes([i]))
+    is_file = os.path.isfile
+    monkeypatch.setattr(os.path, 'isfile', lambda o: (seen.append(o), is_file(o))[1])
+    key = fingerprint_items(files)
+    assert seen == files
+    monkeypatch.chdir(tmp_path)
+    for same in [map(str, files), (o.relative_to(tmp_path) for o in files), (tmp_path/'0'/'..'/o.relative_to(tmp_path) for o in files)]:
+        assert fingerprint_items([*same]) == key
+
+
+
 class Named:
     "Images of a data set of one's own, which knows their names and their folder, or their paths"
     def __init__(self, names, folder=''): self.names, self.folder = names, folder
