@@ -4215,6 +4215,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastbench.page.details._line': ('page/details.html#_line', 'fastbench/page/details.py'),
                                         'fastbench.page.details._mean_of': ('page/details.html#_mean_of', 'fastbench/page/details.py'),
                                         'fastbench.page.details._memory': ('page/details.html#_memory', 'fastbench/page/details.py'),
+                                        'fastbench.page.details._of_each_side': ( 'page/details.html#_of_each_side',
+                                                                                  'fastbench/page/details.py'),
                                         'fastbench.page.details._peak_in_words': ( 'page/details.html#_peak_in_words',
                                                                                    'fastbench/page/details.py'),
                                         'fastbench.page.details._run_line': ('page/details.html#_run_line', 'fastbench/page/details.py'),

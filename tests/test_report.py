@@ -86,8 +86,8 @@ def test_cards_say_what_differs():
 
 def test_a_page_of_hundreds_of_runs(monkeypatch):
     "Each field of each Run is looked at once, and the table of what differs stays readable"
-    html, looks = report([made(i, n=2) for i in range(60)]).html, []
-    assert '>A40</th>' in html and '>A41</th>' not in html and 'The first 40 of 60 Runs. The file of the Runs has all.' in html
+    html, looks = report([*(made(i, n=2) for i in range(60)), made(n=2, name='another')]).html, []
+    assert '>A39</th>' in html and '>A40</th>' not in html and '>B1</th>' in html and '>40 of 61 Runs. The file of the Runs has all.<' in html
     class Counted(dict):
         def get(self, k):
             looks.append(k)

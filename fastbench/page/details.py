@@ -7,6 +7,7 @@ __all__ = ['phase_table', 'phases', 'steps', 'ends', 'where', 'runs', 'raw']
 
 # %% ../../nbs/page/04_details.ipynb #76cd135e
 from functools import partial
+from itertools import zip_longest
 from statistics import mean, median
 
 from fastcore.basics import uniqueify
@@ -235,15 +236,24 @@ def _whole(text, n=4000):
     "A text of unknown direction, cut where it would fill the page"
     return h.bdi(text if len(text) <= n else f'{text[:n]}… ({len(text):,} characters)')
 
+def _of_each_side(alls, most):
+    "Return the positions of the first Runs of each side, `most` in all"
+    sides = {}
+    for i,s in enumerate(alls): sides.setdefault(s.side, []).append(i)
+    in_turn = [i for turn in zip_longest(*sides.values()) for i in turn if i is not None]
+    return sorted(in_turn[:most])
+
+# %% ../../nbs/page/04_details.ipynb #fldfull1
 def _fields_in_full(alls, most=40):
     "Show every field: once if equal, otherwise with one column per Run"
     same,other = shared_fields([s.run for s in alls])
     which = ' that is the same in all Runs' if alls[1:] else ''
-    head,name = ['field', *(s.label for s in alls[:most])],'Fields in which the Runs differ'
+    few,name = _of_each_side(alls, most),'Fields in which the Runs differ'
+    head = ['field', *(alls[i].label for i in few)]
     alike = h.dl([(h.dt(_whole(k)), h.dd(_whole(v))) for k,v in same.items()])
-    rows = [[_whole(o) if o is not None else '' for o in (k, *vs[:most])] for k,vs in other.items()]
-    left = alls[most:] and _note(f'{_first_of(alls, most)} The file of the Runs has all.')
-    differ = table(head, rows, ['l w']*len(head), name)
+    rows = [[_whole(o) if o is not None else '' for o in (k, *(vs[i] for i in few))] for k,vs in other.items()]
+    left = alls[most:] and _note(f'{most} of {len(alls)} Runs. The file of the Runs has all.')
+    differ = table(head, rows, ['l', *['l w']*len(head)], name)
     return [h.details(h.summary(f'Every field{which} ({len(same)})'), alike),
             rows and h.details(h.summary(f'{name} ({len(rows)})'), left, differ)]
 

@@ -187,7 +187,7 @@ table{border-collapse:collapse;font-size:.875rem;line-height:1.4;font-variant-nu
 th,td{padding:.3rem 1.1rem .3rem 0;text-align:right;white-space:nowrap;vertical-align:baseline;font-weight:400}
 th:last-child,td:last-child{padding-right:0}
 .l{text-align:left}
-.w{white-space:pre-wrap;min-width:12rem;max-width:34rem}
+.w{white-space:pre-wrap;min-width:14rem;max-width:34rem}
 thead th{color:var(--muted);border-bottom:1px solid var(--muted);vertical-align:bottom}
 tbody tr{border-bottom:1px solid var(--rule)}
 tr.top{border-top:1px solid var(--muted)}
