@@ -637,8 +637,8 @@ def test_files_labels_and_order_are_part_of_the_key(pets, tmp_path):
     assert fingerprint_items(['a', 'b']) != fingerprint_items(['b', 'a'])
 
 
-def test_a_million_files_are_each_looked_for_once(tmp_path, monkeypatch):
-    "And a key is the same whatever leads to the folder"
+def test_each_file_is_looked_for_once(tmp_path, monkeypatch):
+    "There may be a million of them. The key is the same whatever leads to the folder"
     files, seen = [tmp_path/f'{i%3}'/f'{i}.jpg' for i in range(12)], []
     for i, o in enumerate(files):
         o.parent.mkdir(exist_ok=True)
@@ -650,7 +650,6 @@ def test_a_million_files_are_each_looked_for_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for same in [map(str, files), (o.relative_to(tmp_path) for o in files), (tmp_path/'0'/'..'/o.relative_to(tmp_path) for o in files)]:
         assert fingerprint_items([*same]) == key
-
 
 
 class Named:
