@@ -13,25 +13,27 @@ ROOT = Path(__file__).resolve().parent.parent
 # files that take a minute and more, those that mostly wait at the very beginning: what is long and begins last is waited for by all
 LONG = [f'test_{o}.py' for o in ('slurm', 'docs', 'own', 'hosts', 'waits', 'resume', 'on_gpu', 'dawn', 'batch_size', 'report', 'packed', 'processes', 'launch', 'real_model', 'kinds', 'device_clock', 'scale', 'selftest')]
 
-_seen = []  # numbers of modules at each freeze
-
 
 def pytest_configure(): gc.disable()
 
 
-def pytest_collection_finish():
-    "Garbage collections skip what imports and the search for tests have made: looking at it takes half a second each time"
+def freeze():
+    "Garbage collections skip what is there now"
     gc.freeze()
+    freeze.modules = len(sys.modules)
+
+
+def pytest_collection_finish():
+    "What imports and the search for tests have made: looking at it takes half a second each time"
+    freeze()
     gc.enable()
-    _seen.append(len(sys.modules))
 
 
 def pytest_runtest_setup():
-    "So they do with what tests have imported since then: transformers and torch.compile make half a million objects"
-    if len(sys.modules) < _seen[-1]+100: return
+    "And what tests have imported since then: transformers and torch.compile make half a million objects"
+    if len(sys.modules) < freeze.modules+100: return
     gc.collect()
-    gc.freeze()
-    _seen.append(len(sys.modules))
+    freeze()
 
 
 def pytest_unconfigure(): gc.unfreeze()  # or libraries that look for leaks at the end report what was frozen

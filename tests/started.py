@@ -11,7 +11,7 @@ from pathlib import Path
 
 def hears_signals():
     "For preexec_fn: a shell makes what it starts with & deaf to Ctrl-C, nohup to a terminal that is closed"
-    for o in signal.SIGINT, signal.SIGHUP: signal.signal(o, signal.SIG_DFL)
+    for o in signal.SIGINT, signal.SIGTERM, signal.SIGHUP: signal.signal(o, signal.SIG_DFL)
 
 
 def outcome(script, *words, env, seconds=500):

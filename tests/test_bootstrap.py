@@ -10,10 +10,10 @@ import sys
 import threading
 import time
 import types
-from functools import partial
 from pathlib import Path
 
 import pytest
+from started import hears_signals
 
 try: import fcntl
 except ImportError: fcntl = None
@@ -309,8 +309,7 @@ def test_a_signal_ends_the_installer_too(folder, tmp_path, sig, code):
     slow = f'import os, time; open({str(pid)!r}, "w").write(str(os.getpid())); print("started", flush=True); time.sleep(600)'
     main = (f'import sys; sys.path.insert(0, {str(folder)!r}); import bootstrap as b\n'
             f'b.setup = lambda tested: b.call("it", [sys.executable, "-c", {slow!r}])\nsys.exit(b.main(["setup"]))')
-    heard = partial(signal.signal, sig, signal.SIG_DFL)  # a shell's background job is started deaf to Ctrl-C
-    proc = subprocess.Popen([sys.executable, '-c', main], stderr=subprocess.PIPE, text=True, preexec_fn=heard)
+    proc = subprocess.Popen([sys.executable, '-c', main], stderr=subprocess.PIPE, text=True, preexec_fn=hears_signals)
     assert proc.stderr.readline() == 'started\n'
     proc.send_signal(sig)
     assert proc.wait(60) == code

@@ -282,7 +282,7 @@ def fingerprint_items(items, # What a data set begins with
     root,*said_of = contents_of(files := _files(items, paths, pipelines))
     if not files and (named := named_files(texts)): said_of += contents_of(named)[1:]
     tell = Describer('an item')
-    said = _table(items, tell) if _is_table(items) else [_item(*o, root, tell) for o in zip(items, paths)]
+    said = _table(items, tell) if _is_table(items) else [_item(o, p, root, tell) for o,p in zip(items, paths)]
     return fingerprint([*said_of, said])
 
 # %% ../../nbs/draw/21_describe.ipynb #dscrdat1

@@ -37,7 +37,6 @@ def contents_of(files # Paths
     found,how = fingerprint_files(files, names, ['']*len(files)) if files else ('', '')
     return root, found, names, [o.stat().st_mtime_ns for o in files] if how == 'names and sizes' else []
 
-
 # %% ../../nbs/draw/20_files.ipynb #files011
 _types = {k for k,v in mimetypes.types_map.items() if v.split('/')[0] in ('image', 'audio', 'video')}
 _types |= set('.npy .npz .dcm .nii .gz .webp .avif .jp2 .flac'.split())
