@@ -87,7 +87,7 @@ def test_cards_say_what_differs():
 def test_a_page_of_hundreds_of_runs(monkeypatch):
     "Each field of each Run is looked at once, and the table of what differs stays readable"
     html, looks = report([*(made(i, n=2) for i in range(60)), made(n=2, name='another')]).html, []
-    assert '>A39</th>' in html and '>A40</th>' not in html and '>B1</th>' in html and '>40 of 61 Runs. The file of the Runs has all.<' in html
+    assert '>A39</th>' in html and '>A40</th>' not in html and '>B1</th>' in html and '>The first 40 of 61 Runs. They are taken from each side in turn. The file of the Runs has all.<' in html
     class Counted(dict):
         def get(self, k):
             looks.append(k)
@@ -338,6 +338,12 @@ def test_pictures_of_many_runs_say_how_many_they_show(html):
     text = html('crowd').read_text()
     assert 'Peak memory. The first 24 of 32 Runs.' in text and 'Warm-up left out. The first 24 of 32 Runs.' in text and 'The first' not in html('repeats').read_text()
     assert 'The first 60 of 70 Runs.' in report([made(i, n=2) for i in range(70)]).html
+    html = report([*(made(i, n=2) for i in range(70)), made(n=2, name='another')]).html
+    for name, most in (('Time lines', 12), ('Peak memory', 24), ('Warm-up left out', 24), ('the seconds that it took', 60)):
+        assert f'{name}. The first {most} of 71 Runs. They are taken from each side in turn.' in html, name
+    said = re.findall('<title[^>]*>([^<]*)', html)
+    for name in ('How long steps of training take', 'Peak memory', 'accuracy against seconds', 'Time line of B1'):
+        assert any(o.startswith(name) and 'B1' in o for o in said), (name, said)
 
 
 def test_no_extreme_is_lost():

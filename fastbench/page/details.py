@@ -7,7 +7,6 @@ __all__ = ['phase_table', 'phases', 'steps', 'ends', 'where', 'runs', 'raw']
 
 # %% ../../nbs/page/04_details.ipynb #76cd135e
 from functools import partial
-from itertools import zip_longest
 from statistics import mean, median
 
 from fastcore.basics import uniqueify
@@ -19,7 +18,7 @@ from .html import download, file_name, h, shortened, table
 from ..measure.palette import series
 from .raw import epochs_csv, runs_csv, shared_fields, steps_csv
 from ..runs.figures import peaks_of
-from .sections import Shown, _bdi, _first_of, _mib, _note, _picture, format_metric, section
+from .sections import Shown, _bdi, _few, _mib, _note, _picture, format_metric, section
 from ..measure.table import PHASE_COLUMNS, Table, _style, rate, seconds
 
 # %% ../../nbs/page/04_details.ipynb #b21284f2
@@ -84,12 +83,12 @@ _box_says = 'Box: the middle half; line: median; whiskers: 5% to 95%; triangles:
 
 def _spreads(have, phase, colours, most=24):
     "How long steps take"
-    few = have[:most]
+    few,which = _few(have, most)
     alt = f'How long steps of {PHASES[phase]} take: ' + '; '.join(f'{s.label} {_told(s, phase)}' for s in few)
     draw = partial(plot_distribution, [s.phases for s in few], [s.label for s in few], phase,
                    colours=[colours[s.side] for s in few])
     return _picture(draw, 1.1 + .25*len(few) if few[1:] else 2.3, f'd{phase}', alt,
-                    f"{_box_says if few[1:] else 'Histogram of the steps'}. Warm-up left out.{_first_of(have, most)}")
+                    f"{_box_says if few[1:] else 'Histogram of the steps'}. Warm-up left out.{which}")
 
 # %% ../../nbs/page/04_details.ipynb #c92b1355
 def _line(s, phase, colour, top, points=500):
@@ -114,25 +113,27 @@ def steps(shown:Shown, # What the page is about
     for phase in PHASES:
         have = [s for s in shown.all if s.timed and len(steps_of(s.phases, phase))]
         if not have: continue
-        few = have[:most] if phase == 'train' or not have[1:] else []
+        few,which = _few(have, most) if phase == 'train' or not have[1:] else ([], '')
         tops = [ceiling(steps_of(s.phases, phase)) for s in few]
         shared = max(tops) if few and max(tops) < 4*min(tops) else None
         lines = [_line(s, phase, colours[s.side], shared) for s in few]
-        left = f'Time lines of the first {most} of {len(have)} Runs; the raw data has all.'
+        more = which and _note(f'Time lines.{which} The raw data has all.')
         parts += [h.h3(f'Steps of {PHASES[phase]}'),
                   h.div(_spreads(have, phase, colours), [] if lines[1:] else lines, cls='pics'),
-                  lines[1:] and h.div(lines, cls='pics small'), few and len(have) > most and _note(left)]
+                  lines[1:] and h.div(lines, cls='pics small'), more]
     return [_note(_slow)]*bool(parts) + parts
 
 # %% ../../nbs/page/04_details.ipynb #311d0c79
 def _accuracy(alls, metric, most=60):
     "A metric against the seconds that it took"
-    every = [(s, points) for s in alls if (points := curve(s.run, metric))]
-    best = '; '.join(f'{s.label} {format_metric(ps[-1][1], metric)} after {seconds(ps[-1][0])}' for s,ps in every[:20])
-    runs,sides = [s.run for s,_ in every[:most]],[s.side for s,_ in every[:most]]
-    return every and _picture(
-        partial(plot_accuracy, runs, metric, sides), 2.5, 'a', f'{shortened(metric)} against seconds: {best}',
-        _bdi(metric, 60), f' after each epoch, against the seconds that it took.{_first_of(every, most)}')
+    every = [s for s in alls if curve(s.run, metric)]
+    if not every: return None
+    few,which = _few(every, most)
+    ends = [(s.label, *curve(s.run, metric)[-1]) for s in _few(every, 20)[0]]
+    best = '; '.join(f'{k} {format_metric(v, metric)} after {seconds(t)}' for k,t,v in ends)
+    draw = partial(plot_accuracy, [s.run for s in few], metric, [s.side for s in few])
+    return _picture(draw, 2.5, 'a', f'{shortened(metric)} against seconds: {best}', _bdi(metric, 60),
+                    f' after each epoch, against the seconds that it took.{which}')
 
 # %% ../../nbs/page/04_details.ipynb #16ff8450
 def _peak_in_words(o):
@@ -141,13 +142,14 @@ def _peak_in_words(o):
 
 def _memory(alls, most=24):
     "Memory at the peak"
-    every = [(s.label, s.phases, o) for s in alls if s.timed and (o := peaks_of(s.phases.profile))]
+    every = [s for s in alls if s.timed and peaks_of(s.phases.profile)]
     if not every: return None
-    labels,phases,peaks = zip(*every[:most])
+    few,which = _few(every, most)
+    labels,phases,peaks = zip(*((s.label, s.phases, peaks_of(s.phases.profile)) for s in few))
     alt = 'Peak memory: ' + '; '.join(f'{k} {_peak_in_words(o)}' for k,o in zip(labels, peaks))
     hollow = '' if all(o['exact'] for o in peaks) else '; hollow: at least so much'
     return _picture(partial(plot_memory, phases, labels), 1.05 + .26*len(labels), 'm', alt,
-                    f'Peak memory{hollow}.{_first_of(every, most)}')
+                    f'Peak memory{hollow}.{which}')
 
 # %% ../../nbs/page/04_details.ipynb #dd9959ed
 @section('Accuracy and memory')
@@ -236,23 +238,16 @@ def _whole(text, n=4000):
     "A text of unknown direction, cut where it would fill the page"
     return h.bdi(text if len(text) <= n else f'{text[:n]}… ({len(text):,} characters)')
 
-def _of_each_side(alls, most):
-    "Return the positions of the first Runs of each side, `most` in all"
-    sides = {}
-    for i,s in enumerate(alls): sides.setdefault(s.side, []).append(i)
-    in_turn = [i for turn in zip_longest(*sides.values()) for i in turn if i is not None]
-    return sorted(in_turn[:most])
-
 # %% ../../nbs/page/04_details.ipynb #fldfull1
 def _fields_in_full(alls, most=40):
     "Show every field: once if equal, otherwise with one column per Run"
     same,other = shared_fields([s.run for s in alls])
     which = ' that is the same in all Runs' if alls[1:] else ''
-    few,name = _of_each_side(alls, most),'Fields in which the Runs differ'
-    head = ['field', *(alls[i].label for i in few)]
+    (few,left),name = _few(alls, most),'Fields in which the Runs differ'
+    at,head = [alls.index(s) for s in few],['field', *(s.label for s in few)]
     alike = h.dl([(h.dt(_whole(k)), h.dd(_whole(v))) for k,v in same.items()])
-    rows = [[_whole(o) if o is not None else '' for o in (k, *(vs[i] for i in few))] for k,vs in other.items()]
-    left = alls[most:] and _note(f'{most} of {len(alls)} Runs. The file of the Runs has all.')
+    rows = [[_whole(o) if o is not None else '' for o in (k, *(vs[i] for i in at))] for k,vs in other.items()]
+    left = left and _note(f'{left[1:]} The file of the Runs has all.')
     differ = table(head, rows, ['l', *['l w']*len(head)], name)
     return [h.details(h.summary(f'Every field{which} ({len(same)})'), alike),
             rows and h.details(h.summary(f'{name} ({len(rows)})'), left, differ)]

@@ -8,6 +8,7 @@ __all__ = ['SECTIONS', 'Side', 'Shown', 'section', 'format_metric', 'card', 'gla
 # %% ../../nbs/page/03_sections.ipynb #65bc135d
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from statistics import mean
 
 from fastcore.basics import uniqueify
@@ -95,9 +96,16 @@ def _bdi(o, n=48): return h.bdi(shortened(o, n))
 
 def _dotted(texts): return [x for o in texts for x in (' · ', _bdi(o))][1:]
 
-def _first_of(have, most): return f' The first {most} of {len(have)} Runs.' if len(have) > most else ''
-
 _note = partial(h.p, cls='note')
+
+# %% ../../nbs/page/03_sections.ipynb #fewruns1
+def _few(have, most):
+    "Return the first Runs of each side, `most` in all, and the words that say so"
+    sides = {}
+    for s in have: sides.setdefault(s.side, []).append(s)
+    in_turn = [s for turn in zip_longest(*sides.values()) for s in turn if s][:most]
+    words = f' The first {most} of {len(have)} Runs.' + ' They are taken from each side in turn.'*(len(sides) > 1)
+    return [s for s in have if s in in_turn],words*(len(have) > most)
 
 # %% ../../nbs/page/03_sections.ipynb #5a2bd425
 _warm = dict(fallback='fallback data', synthetic='synthetic data', fallback_weights='fallback weights')
