@@ -118,6 +118,7 @@ def test_find(tmp_path):
     for name,why in (('nosuch', 'unknown Run'), ('x'*5000, 'unknown Run'), ('a\0b', 'unknown Run'), ('', 'beginning of 3')):
         with pytest.raises(UserError, match=why): find(name, tmp_path)
     with pytest.raises(UserError, match='no Runs in'): find('last', tmp_path/'nothing')
+    with pytest.raises(UserError, match='is a folder, not a Run: name a file in it'): find(str(tmp_path), tmp_path/'nothing')
     time.sleep(.002)  # an id knows the millisecond
     c = save(make(recipe=dict(name='digits')), tmp_path)
     with pytest.raises(UserError, match='beginning of 2 Runs'): find('digits', tmp_path)

@@ -165,12 +165,13 @@ def find(name:str, # A file, an id, its beginning, a recipe, or 'last'
     )->Run: # The Run
     "Find the Run that `name` means"
     if os.path.isfile(name): return load(name)
-    name = name.removesuffix('.json')
-    known = files(folder)
+    known,stem = files(folder),name.removesuffix('.json')
+    if known and name == 'last': return load(known[-1])
+    hits = [o for o in known if o.stem == stem] or [o for o in known if o.stem.startswith(stem)]
+    hits = hits or of_recipe(stem, folder)
+    if not hits and os.path.isdir(name):
+        raise UserError(f'{name} is a folder, not a Run: name a file in it, or `last` with `--out {name}`')
     if not known: raise UserError(f'no Runs in {folder}: `fastbench run` makes one, `--out` says where others are')
-    if name == 'last': return load(known[-1])
-    hits = [o for o in known if o.stem == name] or [o for o in known if o.stem.startswith(name)]
-    hits = hits or of_recipe(name, folder)
     if len(hits) > 1:
         among = ' among them' if len(hits) > 2 else ''
         raise UserError(f'{name!r} is the beginning of {len(hits)} Runs, {hits[0].stem} and {hits[-1].stem}{among}: '
