@@ -147,11 +147,11 @@ def _tip(text, args, model):
 def _attempt(self:Compile, *args, **kwargs):
     try: return self._call(*args, **kwargs)
     except (compile_tools().exc.TorchDynamoException, RecursionError) as e:
-        text = _line(e)
-        tip = _tip(text, args, self._call.model)
-        raise UserError(f"compile: backend {self._options['backend']!r} failed on {type(self._call.model).__name__} "
-                        f"({text}); {tip}. Train without Compile, or try backend='aot_eager' to see where it "
-                        'fails') from e
+        text,backend = _line(e),self._options['backend']
+        tip,simpler = _tip(text, args, self._call.model),dict(eager='', aot_eager='eager').get(backend, 'aot_eager')
+        also = f', or try backend={simpler!r} to see where it fails' if simpler else ''
+        raise UserError(f'compile: backend {backend!r} failed on {type(self._call.model).__name__} ({text}); {tip}. '
+                        f'Train without Compile{also}') from e
 
 # %% ../../nbs/callback/07_compiling.ipynb #b63cf32c
 @patch

@@ -33,8 +33,10 @@ class ProgressiveResize(Callback):
         self.start,self.begin,self.end,self.multiple = start,begin,end,multiple
 
     def before_batch(self):
-        self.learn.xb = tuple(self._smaller(o) for o in self.xb)
-        self.learn.yb = tuple(self._smaller(o) if isinstance(o, TensorMask) else o for o in self.yb)
+        xb = tuple(self._smaller(o) for o in self.xb)
+        was,now = ([o.shape[-2:] for o in os if _is_image(o)] for os in (self.xb, xb))
+        if was: self.learn.yb = tuple(self._as_much(o, was[0], now[0]) for o in self.yb)
+        self.learn.xb = xb
 
 # %% ../../nbs/callback/09_progressive.ipynb #0578e62c
 @patch
@@ -48,10 +50,18 @@ def side(self:ProgressiveResize, n:int, # Pixels of the full image
 
 @patch
 def _smaller(self:ProgressiveResize, x):
-    image = isinstance(x, (TensorImageBase, TensorMask)) or getattr(x, 'ndim', 0) == 4
-    if not image: return x
-    size = tuple(self.side(o, self.pct_train) for o in x.shape[-2:])
-    if size == tuple(x.shape[-2:]): return x
+    return _resized(x, [self.side(o, self.pct_train) for o in x.shape[-2:]]) if _is_image(x) else x
+
+@patch
+def _as_much(self:ProgressiveResize, y, was, now):
+    "Resize a target that is an image or a mask by as much as the input"
+    if not isinstance(y, TensorImageBase): return y
+    return _resized(y, [round(n*b/a) for n,a,b in zip(y.shape[-2:], was, now)])
+
+def _is_image(x): return isinstance(x, TensorImageBase) or getattr(x, 'ndim', 0) == 4
+
+def _resized(x, size):
+    if tuple(size) == tuple(x.shape[-2:]): return x
     if isinstance(x, TensorMask): return _nearest(x, size)
     return F.interpolate(x, size, mode='bilinear', align_corners=False, antialias=True)
 

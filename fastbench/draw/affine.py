@@ -15,7 +15,7 @@ from fastai.vision.core import TensorMask, TensorPoint
 from fastcore.basics import patch
 
 from .chance import between, with_chance
-from .crop import BatchCrop, crop_nearest, pair, random_boxes
+from .crop import BatchCrop, crop_nearest, pair, random_boxes, scaled_boxes
 from .memory import RecycledMemory, chunk_size
 from ..train.transfer import put
 
@@ -197,8 +197,9 @@ def _warped(self:BatchAffine, u):
 @patch
 def _moved(self:BatchAffine, x, mode='bilinear'):
     if self.training:
-        halvings = reductions(self.boxes, self.out) if mode == 'bilinear' else None
-        res = sample(x, self.matrices, self.out, halvings, mode, self.pad_mode, self.memory)
+        out,boxes = self.size or tuple(x.shape[-2:]),scaled_boxes(self.boxes, self.shape, x.shape[-2:])
+        halvings = reductions(boxes, out) if mode == 'bilinear' else None
+        res = sample(x, self.matrices, out, halvings, mode, self.pad_mode, self.memory)
         return res if mode == 'bilinear' else res.to(x.dtype)
     if not self.size: return x
     return self.middle(x, crop_nearest if mode == 'nearest' else None)

@@ -52,6 +52,11 @@ class BatchTransform(RandTransform):
         "Say which items the next batch holds"
         self.items = items
 
+    def state_dict(self): return dict(at=self.at)
+    def load_state_dict(self, state): # state: of `state_dict`
+        "Draw again as from then on"
+        self.at,self.items = state['at'],None
+
     def before_call(self, b, split_idx):
         self.do,self.training = True,not split_idx
         if self.training: self.draw(_first(b))
@@ -78,11 +83,10 @@ def numbers(self:BatchTransform,
             k, # Numbers for each
     )->np.ndarray: # From 0 to 1, (n, k)
     "Random numbers of the images of this batch"
-    key,items = self.key,self.items
-    if key is None: key,items = int(torch.randint(2**62, ())),None
-    if items is None: items = np.arange(self.at, self.at+n)
+    if self.key is None: return uniforms(int(torch.randint(2**62, ())), np.arange(n), k)
+    items = np.arange(self.at, self.at+n) if self.items is None else self.items
     self.at,self.items = self.at+n,None
-    return uniforms(key, items, k)
+    return uniforms(self.key, items, k)
 
 # %% ../../nbs/draw/10_chance.ipynb #42bb339f
 def between(u, # Numbers from 0 to 1

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['random_boxes', 'pair', 'resized', 'crop_slices', 'box_weights', 'crop_weighted', 'crop_boxes', 'crop_nearest',
-           'crop_points', 'BatchCrop', 'BatchFit', 'BatchFlip']
+           'crop_points', 'scaled_boxes', 'BatchCrop', 'BatchFit', 'BatchFlip']
 
 # %% ../../nbs/draw/11_crop.ipynb #529ab826
 import math
@@ -145,11 +145,12 @@ def crop_weighted(x, # (n, channels, height, width), on any device
 
 # %% ../../nbs/draw/11_crop.ipynb #b91530ee
 def crop_boxes(x, # A batch: (n, channels, height, width)
-               boxes, # As for `crop_weighted`
+               boxes, # Top, left, height, width of each, on the host: whole pixels, or floats that may lie inside of them
                size, # (height, width)
                flip=None, # Which are mirrored; None: none
     )->Tensor: # (n, channels, *size), of the same numbers
     "Cut a box of each image and resize it, where the batch is"
+    if boxes.dtype.kind == 'f': return crop_weighted(_plain(x), boxes, size, flip, whole=True)
     return (crop_slices if x.device.type == 'cpu' else crop_weighted)(_plain(x), boxes, size, flip)
 
 # %% ../../nbs/draw/11_crop.ipynb #d92a088f
@@ -186,6 +187,14 @@ def crop_points(x, # (n, points, 2), from -1 to 1
     way = torch.where(put(torch.as_tensor(flip), x.device), -1., 1.)
     return res*torch.stack([way, torch.ones_like(way)], 1)[:,None]
 
+# %% ../../nbs/draw/11_crop.ipynb #cropother1
+def scaled_boxes(boxes, # Top, left, height, width of each in an image: (n, 4)
+                 shape, # Height and width of the images
+                 other, # Those of the images to cut instead
+    )->np.ndarray: # The same parts of these: (n, 4)
+    "Return boxes for images of another size"
+    return boxes if tuple(shape) == tuple(other) else boxes*np.tile(np.divide(other, shape), 2)
+
 # %% ../../nbs/draw/11_crop.ipynb #3e09a650
 class BatchCrop(BatchTransform):
     "A random crop of each image of a batch, resized and mirrored or not"
@@ -209,13 +218,15 @@ class BatchCrop(BatchTransform):
         self.shape = tuple(x.shape[-2:])
         self.boxes,self.mirror = self.draw_boxes(len(x), *self.shape)
 
+    def _boxes_in(self, x): return scaled_boxes(self.boxes, self.shape, x.shape[-2:])
+
     def encodes(self, x:TensorImage):
         if not self.training: return TensorImage(self.middle(_plain(x)))
-        return type(x)(crop_boxes(x, self.boxes, self.size, self.mirror))
+        return type(x)(crop_boxes(x, self._boxes_in(x), self.size, self.mirror))
 
     def encodes(self, x:TensorMask):
         if not self.training: return type(x)(self.middle(_plain(x), crop_nearest))
-        return type(x)(crop_nearest(_plain(x), self.boxes, self.size, self.mirror))
+        return type(x)(crop_nearest(_plain(x), self._boxes_in(x), self.size, self.mirror))
 
     def encodes(self, x:TensorPoint):
         size = self.size[::-1]

@@ -29,7 +29,7 @@ from ..machine.environment import cores, worker_cores
 from ..measure.clock import train_device
 from ..measure.stations import timed_stations
 from ..measure.table import Table, seconds as duration
-from ..train.rehearsal import model_kept, parked, rng_kept
+from ..train.rehearsal import counts_kept, model_kept, parked, rng_kept
 
 # %% ../../nbs/draw/45_diagnose.ipynb #304e56e4
 class Kept(NamedTuple):
@@ -155,13 +155,18 @@ def _expected(learn, dl, each):
     got = step_pace(learn, same_order(dl), each, _skip(dl))
     return got and got.seconds
 
+def _reason(e):
+    "Why a remedy was not measured: what it says itself, or how it failed"
+    if isinstance(e, UserError): return str(e)
+    return f'it fails here: {type(e).__name__}: ' + next(iter(str(e).splitlines()), '')[:160]
+
 def _tried(learn, o, each, now):
     line,*changes = (s.format(cores=worker_cores()) for s in (o.line, *o.changes))
     row = dict(name=o.name, line=line, changes=changes, step=None, gain=None, why=None)
     try:
         made = o.make(learn)
         step = _expected(learn, made.train, each)
-    except UserError as e: return row | dict(why=str(e))
+    except Exception as e: return row | dict(why=_reason(e))
     row |= vars(made).get('instead', {})
     if step is None: return row | dict(why='too few batches to measure it')
     return row | dict(step=step, gain=now/step)
@@ -278,7 +283,8 @@ def diagnose_input(self:Learner,
                         'Use a smaller bs')
     most,each = cores()['usable'],seconds/10
     with ExitStack() as stack:
-        for o in (rng_kept(device), model_kept(self.model), parked(self.opt, device)): stack.enter_context(o)
+        kept = rng_kept(device),counts_kept([dl]),model_kept(self.model),parked(self.opt, device)
+        for o in kept: stack.enter_context(o)
         paces = _steps(self, dl, each)
         loader = loader_pace(dl, each)
         now = paces['items'].seconds

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..machine.shards import is_part, part_of, parts_of
+from .rehearsal import counting
 
 # %% ../../nbs/train/11_state.ipynb #bd83093e
 class NotPlain(TypeError):
@@ -128,6 +129,7 @@ def loader_state(dl # A loader
     rng = vars(dl).get('rng')
     own = dict(rng=rng.getstate()) if isinstance(rng, random.Random) else {}
     if texts := order_of_texts(dl): own['texts'] = list(texts)
+    if fs := counting(dl): own['counts'] = [f.state_dict() for f in fs]
     return own | {k: v.get_state() for k,v in _generators(dl).items()}
 
 def set_loader_state(dl, # The same loader, in another process
@@ -139,6 +141,7 @@ def set_loader_state(dl, # The same loader, in another process
     if 'texts' in state:
         order_of_texts(dl)[:] = state['texts']
         dl.make_chunks()
+    for f,o in zip(counting(dl), state.get('counts', ())): f.load_state_dict(o)
     for k,v in _generators(dl).items() if hasattr(dl, '__dict__') else (): v.set_state(state[k])
 
 # %% ../../nbs/train/11_state.ipynb #3f7cc394

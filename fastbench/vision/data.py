@@ -26,7 +26,7 @@ from ..data.place import is_path
 from ..recipe import check_field
 from ..train.transfer import put
 from ..draw.chance import BatchTransform, between
-from ..draw.crop import crop_boxes, pair, resized
+from ..draw.crop import crop_boxes, pair, resized, scaled_boxes
 from ..draw.seeded import SeededDL
 from .images import Images
 from .sources import Item, load_source, split_each
@@ -76,7 +76,8 @@ class BatchResize(BatchTransform):
         self.size,self.min_scale,self.flip = size,min_scale,flip
 
     def draw(self, x):
-        (h,w),u = x.shape[-2:],self.numbers(len(x), 4)
+        self.shape = h,w = tuple(x.shape[-2:])
+        u = self.numbers(len(x), 4)
         side = np.sqrt(between(u[:,0], self.min_scale, 1))
         ch,cw = (np.maximum(np.rint(o*side), 1) for o in (h, w))
         self.boxes = np.stack([np.rint(u[:,1]*(h-ch)), np.rint(u[:,2]*(w-cw)), ch, cw], 1).astype(np.int64)
@@ -84,7 +85,9 @@ class BatchResize(BatchTransform):
 
     def encodes(self, x:TensorImage):
         size = pair(self.size) if self.size else tuple(x.shape[-2:])
-        if self.training and self.min_scale < 1: return type(x)(crop_boxes(x, self.boxes, size, self.mirror))
+        if self.training and self.min_scale < 1:
+            boxes = scaled_boxes(self.boxes, self.shape, x.shape[-2:])
+            return type(x)(crop_boxes(x, boxes, size, self.mirror))
         y = resized(x.as_subclass(torch.Tensor), size)
         if self.training and self.flip:
             y = torch.where(put(torch.from_numpy(self.mirror), y.device)[:,None,None,None], y.flip(-1), y)
