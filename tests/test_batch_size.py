@@ -16,8 +16,10 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper, SGD
+from fasttransform import Pipeline
 from torch import nn
 
+import fastbench.draw.diagnose  # adds diagnose_input
 from fastbench.train.batch_size import BatchSize, _Room, _search, free, is_oom, only_new_collected, parse_memory
 from fastbench.train.rehearsal import again
 from fastbench.callback.amp import MixedPrecision
@@ -145,6 +147,71 @@ def test_nothing_is_touched(fitted, limit):
     after = state(learn)
     for k in before: assert equal(before[k], after[k]), k
     assert not [o for o in learn.model.modules() if 'forward' in vars(o)] and 'remove_cbs' not in vars(learn)
+
+
+class Center(nn.Module):
+    "A loss with a buffer, a weight that is trained, and plain attributes"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('c', torch.zeros(3))
+        self.w, self.n, self.seen, self.avg = nn.Parameter(torch.ones(1)), 0, [], torch.zeros(3)
+
+    def forward(self, p, y):
+        self.c.mul_(.9).add_(.1*p.detach().mean(0))
+        self.avg.add_(p.detach().mean(0))
+        self.n += 1
+        self.seen.append(self.n)
+        return nn.functional.cross_entropy((p - self.c)*self.w, y)
+
+
+class Held:
+    "A plain loss that holds one"
+    def __init__(self): self.inner, self.n = Center(), 0
+    def __call__(self, p, y):
+        self.n += 1
+        return self.inner(p, y)
+
+
+@pytest.mark.parametrize('kind', [Center, Held])
+@pytest.mark.parametrize('tried', [lambda o: o.find_batch_size(max=16), lambda o: o.diagnose_input(.5)], ids=['find_batch_size', 'diagnose_input'])
+def test_a_loss_function_is_left_as_it_was(kind, tried):
+    loss = kind()
+    inner = loss if kind is Center else loss.inner
+    learn = make(n=80, splitter=lambda m: [list(m.parameters()), list(inner.parameters())])
+    learn.loss_func = loss
+    learn.model.count, before = 0, learn.model.forward
+    def counting(x):
+        learn.model.count += 1
+        return before(x)
+    learn.model.forward = counting
+    tried(learn)
+    assert inner.c.eq(0).all() and inner.w.eq(1).all() and inner.avg.eq(0).all() and (inner.n, inner.seen, loss.n, learn.model.count) == (0, [], 0, 0)
+    assert learn.loss_func is loss and inner.w.grad is None
+
+
+@pytest.mark.parametrize('tried', [lambda o: o.find_batch_size(max=8), lambda o: o.diagnose_input(.5)], ids=['find_batch_size', 'diagnose_input'])
+def test_the_coming_batches_are_the_same(tried):
+    "Batch transforms count images, and a loader of texts plans an epoch by the tokens that it knows"
+    from fastbench.draw.crop import BatchCrop
+    from fastbench.text.data import hf_dls
+    from fastbench.text.learner import hf_learner
+    from test_text_data import WORDS, make_tokenizer
+    tok = make_tokenizer()
+    def texts():
+        rows = [(' '.join(WORDS[:1 + i*7 % 23]), 'ab'[i % 2]) for i in range(60)]
+        return hf_learner(hf_dls(rows, tok, bs=4, seed=1, workers=0, device='cpu'), 'bert-tiny', pretrained=False)
+    def images():
+        learn = make(n=80)
+        for dl in learn.dls.loaders: dl.after_batch = Pipeline([BatchCrop(6, seed=3)])
+        learn.dls.train.after_batch.split_idx = 0
+        return learn
+    for kind in texts, images:
+        def batches(tried):
+            torch.manual_seed(1)
+            learn = kind()
+            tried(learn)
+            return [x['input_ids'] if isinstance(x, dict) else x for x, _ in learn.dls.train]
+        assert equal(batches(lambda o: None), batches(tried)), kind
 
 
 @pytest.mark.parametrize('cb', [lambda: MixedPrecision('bf16', True), lambda: HalfPrecision('bf16', allow_emulation=True), lambda: Compile(backend='eager'),

@@ -12,6 +12,7 @@ from fastai.data.core import DataLoaders, Datasets
 from fastai.data.load import DataLoader
 from fastai.learner import load_learner
 from fastai.optimizer import SGD
+from fastai.torch_core import TensorImage
 from fastai.vision.core import TensorBBox, TensorPoint
 from fastcore.basics import noop
 from torch import nn
@@ -347,6 +348,26 @@ def test_which_metrics_are_better_when_they_are_less(metric, less): assert TimeT
 def test_images_that_grow_all_at_once():
     cb = ProgressiveResize(.5, begin=.5, end=.5)
     assert [cb.side(64, o) for o in (0., .4, .5, 1.)] == [32, 32, 64, 64]
+
+
+class Enlarges(nn.Module):
+    "As for super-resolution: the output has twice the side"
+    def __init__(self):
+        super().__init__()
+        self.conv, self.seen = nn.Conv2d(3, 12, 1), []
+
+    def forward(self, x):
+        self.seen.append(tuple(x.shape[-2:]))
+        return nn.functional.pixel_shuffle(self.conv(x), 2)
+
+
+@pytest.mark.parametrize('side, first', [((48, 48), (32, 32)), ((36, 50), (16, 32))])
+def test_targets_that_are_images_grow_too(side, first):
+    h, w = side
+    items = [(TensorImage(torch.randn(3, h, w)), TensorImage(torch.randn(3, 2*h, 2*w))) for _ in range(8)]
+    learn = Learner(DataLoaders(*[DataLoader(items, bs=2)]*2), Enlarges(), loss_func=nn.MSELoss())
+    with learn.no_bar(), learn.no_logging(): learn.fit(2, cbs=ProgressiveResize(.5))
+    assert learn.model.seen[0] == first and side in learn.model.seen
 
 
 # A copy of a Learner that is made in the middle of a fit

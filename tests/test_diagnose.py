@@ -74,6 +74,13 @@ def test_a_remedy_that_does_not_apply_says_why(monkeypatch):
     assert row['why'] and row['step'] is None
 
 
+def test_a_remedy_that_fails_leaves_the_rest(monkeypatch):
+    def breaks(learn): raise RuntimeError('sizes do not match\nand more of it')
+    monkeypatch.setattr(diagnose, 'remedies', [Remedy('broken', 'f()', breaks), Remedy('the same', 'g()', lambda learn: learn.dls)])
+    rows = {r['name']: r for r in learner().diagnose_input(1).remedies.rows}
+    assert rows['broken']['why'] == 'it fails here: RuntimeError: sizes do not match' and rows['the same']['step']
+
+
 def test_what_helps_beside_a_gpu_alone_is_not_tried_without_one(monkeypatch):
     assert [o.line for o in remedies if o.gpu] == ['learn.fast_images(processes=1)']
     def must_not(learn): raise AssertionError('tried')

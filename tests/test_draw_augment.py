@@ -29,7 +29,7 @@ from fastbench.draw.affine import BatchAffine, reductions, warp_matrices
 from fastbench.draw.batch import BatchNormalize, batch_augment
 from fastbench.draw.chance import uniforms
 from fastbench.draw.colour import BatchColour, turn_hue
-from fastbench.draw.crop import BatchCrop, BatchFlip, crop_nearest, crop_slices, crop_weighted, random_boxes, resized
+from fastbench.draw.crop import BatchCrop, BatchFit, BatchFlip, crop_nearest, crop_slices, crop_weighted, random_boxes, resized
 from fastbench.draw.erase import BatchCutout, BatchErase, erase_masked, erase_slices, noise_images
 from fastbench.draw.fast import fast_images  # adds the method
 from fastbench.draw.swap import fast_augment  # adds the method
@@ -166,6 +166,43 @@ def test_images_masks_and_points_move_together():
             assert near.max() > .5, (type(t), i)
             assert m[i, max(int(r)-2, 0):int(r)+3, max(int(c)-2, 0):int(c)+3].max() == 1
         assert seen > 6
+
+
+def place(x):
+    "Where the light of each image is: x and y, from -1 to 1"
+    x = x.as_subclass(torch.Tensor).float().reshape(len(x), -1, *x.shape[-2:])[:,0]
+    ways = [torch.linspace(-1, 1, n*2+1)[1::2] for n in x.shape[-2:]]
+    return torch.stack([(x*o).sum((1, 2))/x.sum((1, 2)) for o in (ways[1], ways[0][:,None])], 1)
+
+
+@pytest.mark.parametrize('make, size', [(lambda: BatchCrop(32, min_scale=.5, flip=.5, seed=3), (32, 32)), (lambda: BatchFit((20, 50), flip=.5, seed=3), (20, 50)), (lambda: BatchAffine(32, min_scale=.5, seed=3), (32, 32)),
+                                        (lambda: BatchAffine(seed=3, pad_mode='zeros'), None), (lambda: BatchFlip(seed=3), None)], ids=['crop', 'fit', 'affine', 'same', 'flip'])
+@pytest.mark.parametrize('split', [0, 1])
+def test_a_target_of_another_size_moves_with_its_image(make, size, split):
+    "As in super-resolution, or with masks of half the side"
+    spot = torch.zeros(24, 3, 48, 64)
+    for i in range(24): spot[i,:,20+i % 8:26+i % 8,24+i % 12:32+i % 12] = 1
+    large, half = (F.interpolate(spot, scale_factor=o, mode='area' if o < 1 else 'nearest') for o in (2, .5))
+    x, y, m = make()((TensorImage(spot), TensorImage(large), TensorMask((half[:,0] > .4).long())), split_idx=split)
+    if size: assert {tuple(o.shape[-2:]) for o in (x, y, m)} == {size}
+    else: assert [tuple(o.shape[-2:]) for o in (x, y, m)] == [(48, 64), (96, 128), (24, 32)]
+    assert m.dtype == torch.int64 and type(m) is TensorMask
+    assert (place(x) - place(y)).abs().median() < .02 and (place(x) - place(m)).abs().median() < .06
+
+
+def test_a_part_of_a_pixel_can_be_cut():
+    x = torch.rand(3, 3, 4, 4)
+    got = BatchCrop(8, min_scale=.01, max_scale=.01, seed=0)((TensorImage(torch.rand(3, 3, 64, 64)), TensorImage(x)), split_idx=0)[1]
+    assert got.isfinite().all() and got.min() >= x.min() - 1e-6 and got.max() <= x.max() + 1e-6
+
+
+def test_without_a_seed_pytorchs_generator_decides_alone():
+    x = images(6, 30, 40, torch.float32)
+    for t in BatchCrop(16), BatchAffine(16, min_scale=.3), BatchColour(), BatchErase(1.), BatchFlip(), BatchCutout(5):
+        def drawn():
+            torch.manual_seed(3)
+            return t(x.clone(), split_idx=0).clone()
+        assert torch.equal(drawn(), drawn()), type(t)
 
 
 def test_a_mask_keeps_its_classes():
@@ -581,6 +618,12 @@ def test_batches_that_cannot_be_mixed(cb):
                             ([image], [torch.zeros(4, 8, 8, dtype=torch.long)], 1, r'mixes one label of each image, and a target is a Tensor of int64 and shape \(4, 8, 8\): leave it out'),
                             ([image], [dict(a=label)], 1, 'mixes one label of each image, and a target is a dict: leave it out')):
         with pytest.raises(UserError, match=said): mixes(cb(), xb, yb, n)
+
+
+@pytest.mark.parametrize('cb', [BatchMixUp, BatchCutMix])
+def test_labels_are_not_averaged(cb):
+    def loss(pred, y): return F.cross_entropy(pred, y)
+    with pytest.raises(UserError, match='takes a mean of targets, and a target is a Tensor of int64: leave it out, or let a loss .*y_int = True'): mixes(cb(), [torch.rand(4, 3, 8, 8)], [torch.tensor([0, 1, 0, 1])], loss=loss)
 
 
 def test_two_images_are_mixed_alike_or_refused():

@@ -1,4 +1,6 @@
 "Packed batches: the same logits and gradients as padded ones, for every family, and a refusal where that cannot be"
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from transformers import (AlbertConfig, AutoModelForCausalLM, AutoModelForMasked
 
 from fastbench.errors import UserError
 from fastbench.text.check import check_packed
+from fastbench.text.hf import HFModel
 from fastbench.text.kernels import _by_text, _dense
 from fastbench.text.packed import Bounds, fast_attention, packed_call
 
@@ -181,6 +184,15 @@ def test_a_model_that_keeps_to_its_attention_is_refused(monkeypatch):
     model = AutoModelForSequenceClassification.from_config(BertConfig(**SMALL))
     monkeypatch.setattr(type(model), 'set_attn_implementation', lambda self, name: None)
     with pytest.raises(UserError, match="computes attention in a way of its own.*loader='budget' or 'sorted' works"): fast_attention(model)
+
+
+def test_a_model_that_comes_from_another_process_finds_its_attention(monkeypatch):
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    model = HFModel(build('bert'))
+    x, parcel = batches(0)[0], pickle.dumps(model)
+    for o in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS): monkeypatch.delitem(o._global_mapping, 'fastbench')
+    assert torch.equal(pickle.loads(parcel)(x), model(x))
 
 
 def test_wrong_results_are_found():

@@ -29,7 +29,7 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
 from fastai.optimizer import SGD, Adam, OptimWrapper, ranger
 from fastai.text.data import LMDataLoader
-from fastai.torch_core import set_seed
+from fastai.torch_core import TensorImage, set_seed
 from fastai.vision.all import params
 from torch import nn
 
@@ -40,6 +40,7 @@ from fastbench.callback.half import HalfPrecision
 from fastbench.callback.limit import FirstBatches
 from fastbench.callback.target import TimeToAccuracy
 from fastbench.compare.runs import compare
+from fastbench.draw.batch import batch_augment
 from fastbench.errors import UserError
 from fastbench.recipe import get_recipe
 from fastbench.runs.record import from_json
@@ -141,6 +142,14 @@ def fastai_lm_learner(path):
     return Learner(d, Reader(8), path=path, loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=ModelResetter())
 
 
+def pictures(path, seed=None):
+    "Augmented a batch at a time; with a seed of its own, a transform counts its images"
+    set_seed(7)
+    ds = Datasets(list(range(80)), [[lambda i: TensorImage(torch.full((3, 8, 8), i/80.) + torch.arange(8)/50)], [lambda i: i % 3]])
+    d = DataLoaders(TfmdDL(ds, bs=8, shuffle=True, num_workers=0, after_batch=batch_augment(6, max_rotate=9., max_lighting=.2, seed=seed)), TfmdDL(ds, bs=16, num_workers=0, after_batch=batch_augment(6, min_scale=1.)))
+    return Learner(d, nn.Sequential(nn.Flatten(), nn.Linear(108, 3)), path=path, loss_func=CrossEntropyLossFlat(), metrics=accuracy)
+
+
 class Branch(nn.Module):
     "A layer that has no gradient in most steps, and a count in a plain attribute"
     def __init__(self):
@@ -155,6 +164,26 @@ def branched(path):
     learn = make(path, opt_func=partial(SGD, mom=.9))
     learn.model = Branch()
     return learn
+
+
+class Mean:
+    "A loss with a state: a running mean, a count, and a layer that counts"
+    y_int, reduction = True, 'mean'
+    def __init__(self): self.avg, self.n, self.scale = torch.zeros(()), 0, Branch()
+
+    def __call__(self, pred, y):
+        loss = nn.functional.cross_entropy(pred*(1 + .01*self.scale.n) + self.scale.a(torch.ones(6)).detach(), y, reduction=self.reduction)*(1 - .1*self.avg)
+        if torch.is_grad_enabled():
+            self.n += 1
+            self.scale.n += self.n % 2
+            self.avg = .9*self.avg + .1*loss.detach().mean()
+        return loss
+
+
+class MeanModule(Mean, nn.Module):
+    def __init__(self):
+        nn.Module.__init__(self)
+        Mean.__init__(self)
 
 
 class Draws(Callback):
@@ -189,9 +218,12 @@ CASES = dict(
     mixup=(lambda path: make(path, cbs=MixUp(.4)), one_cycle),
     own=(lambda path: make(path, cbs=Draws()), lambda learn, cbs: learn.fit(3, 1e-2, cbs=cbs)),
     limited=(lambda path: make(path, cls=BenchLearner, cbs=FirstBatches(8)), one_cycle),
+    pictures=(pictures, one_cycle), seeded_pictures=(partial(pictures, seed=5), one_cycle),
     texts=(text_learner, one_cycle),
     budget=(partial(text_learner, loader='budget'), one_cycle),
     words=(lm_learner, one_cycle), fastai_words=(fastai_lm_learner, one_cycle),
+    loss=(lambda path: make(path, loss_func=Mean()), one_cycle), loss_module=(lambda path: make(path, loss_func=MeanModule()), one_cycle),
+    mixed_loss=(lambda path: make(path, loss_func=MeanModule(), cbs=MixUp(.4)), one_cycle),
     fine_tune=(partial(make, splitter=split), lambda learn, cbs: learn.fine_tune(2, 1e-2, cbs=cbs)),
 )
 

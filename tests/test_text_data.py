@@ -336,6 +336,30 @@ def test_sources_of_texts(tok, tmp_path):
     assert dls.info['n_valid'] == 5
 
 
+@pytest.mark.parametrize('loader', ['packed', 'budget'])
+@pytest.mark.parametrize('n', [30, 400])
+@pytest.mark.parametrize('workers', [0, 2])
+def test_the_first_epoch_of_a_datablock_heeds_its_budget(forked_loaders, tok, texts, loader, n, workers):
+    "No length is known before a text is tokenized"
+    from fastai.data.block import CategoryBlock, DataBlock
+    from fastai.data.transforms import ColReader
+    df = pd.DataFrame(dict(a=texts[:n], label=['x', 'y']*(n//2)))
+    dls = DataBlock((HFTextBlock(tok, 128, loader=loader, max_tokens=256), CategoryBlock), get_x=ColReader('a'), get_y=ColReader('label')).dataloaders(df, device='cpu', num_workers=workers)
+    told = len(dls.train)
+    each = [x['input_ids'].numel() for x, _ in dls.train]
+    assert len(each) == told and max(each) <= 256 and (n < 400 or sum(each)/told > 200)
+    assert not dls.train._items
+
+
+@pytest.mark.parametrize('loader', ['packed', 'budget'])
+def test_a_single_batch_that_was_guessed_too_small_is_cut(tok, loader):
+    "Texts that the sample of 64 does not meet have more tokens a letter than it says"
+    some = set(np.linspace(0, 199, 64).astype(int))
+    dl = TextDL(['q'*100 if i in some or i % 9 else 'ba '*30 for i in range(200)], tok, loader=loader, max_tokens=1000, shuffle=True, seed=1)
+    assert len(dl) == 1
+    assert max(x['input_ids'].numel() for x, *_ in dl) <= 1000
+
+
 def test_datablock(forked_loaders, tok, texts):
     from fastai.data.block import CategoryBlock, DataBlock, RegressionBlock
     from fastai.data.transforms import ColReader

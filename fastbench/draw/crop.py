@@ -145,7 +145,7 @@ def crop_weighted(x, # (n, channels, height, width), on any device
 
 # %% ../../nbs/draw/11_crop.ipynb #b91530ee
 def crop_boxes(x, # A batch: (n, channels, height, width)
-               boxes, # Top, left, height, width of each, on the host: whole pixels, or floats that may lie inside of them
+               boxes, # Top, left, height, width of each: (n, 4), on the host; floats may lie inside of a pixel
                size, # (height, width)
                flip=None, # Which are mirrored; None: none
     )->Tensor: # (n, channels, *size), of the same numbers

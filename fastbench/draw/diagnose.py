@@ -29,7 +29,7 @@ from ..machine.environment import cores, worker_cores
 from ..measure.clock import train_device
 from ..measure.stations import timed_stations
 from ..measure.table import Table, seconds as duration
-from ..train.rehearsal import counts_kept, model_kept, parked, rng_kept
+from ..train.rehearsal import model_kept, others_kept, parked, rng_kept
 
 # %% ../../nbs/draw/45_diagnose.ipynb #304e56e4
 class Kept(NamedTuple):
@@ -283,7 +283,7 @@ def diagnose_input(self:Learner,
                         'Use a smaller bs')
     most,each = cores()['usable'],seconds/10
     with ExitStack() as stack:
-        kept = rng_kept(device),counts_kept([dl]),model_kept(self.model),parked(self.opt, device)
+        kept = rng_kept(device),others_kept(self, dl),model_kept(self.model),parked(self.opt, device)
         for o in kept: stack.enter_context(o)
         paces = _steps(self, dl, each)
         loader = loader_pace(dl, each)

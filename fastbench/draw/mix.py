@@ -63,8 +63,8 @@ def _check_batch(self:BatchMix, most=None): # most: inputs that can be mixed
     bad = [o for o in self.yb if not isinstance(o, torch.Tensor) or self.stack_y and o[0].numel() > 1]
     whole = [o for o in self.yb if not bad and not self.stack_y and not o.is_floating_point()]
     if whole:
-        raise UserError(f'{name} takes a mean of targets, and a target is {kind(whole[0])}: leave it out, or let a loss '
-                        "that takes labels and reduction='none' say so with loss_func.y_int = True")
+        raise UserError(f'{name} takes a mean of targets, and a target is {kind(whole[0])}: leave it out, or let a '
+                        "loss that takes labels and reduction='none' say so with loss_func.y_int = True")
     if not bad: return self.xb[0]
     what = f' and shape {tuple(bad[0].shape)}' if isinstance(bad[0], torch.Tensor) else ''
     raise UserError(f'{name} mixes one label of each image, and a target is {kind(bad[0])}{what}: leave it out')

@@ -21,7 +21,7 @@ from ..machine.environment import memory_limit
 from ..machine.hub import first_line
 from ..errors import UserError, unknown
 from .config import changed_config, find_model, hf_config, hf_configs, is_tiny, read_pretrained
-from .packed import first_position, packed_call, set_apart
+from .packed import dropouts, first_position, packed_call, register_attention, set_apart
 from .tokenize import pad_is_word, pad_with_end
 
 # %% ../../nbs/text/11_hf.ipynb #26f9a862
@@ -66,6 +66,10 @@ class HFModel(nn.Module):
         super().__init__()
         self.hf,self.takes,self.max_length,self.per_token = hf,_takes(hf),max_positions(_reader(hf)),per_token
         self.more = {k: False for k in ('use_cache', 'use_mems') if k in self.takes}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        if self.config._attn_implementation in dropouts.values(): register_attention()  # the process may be another
 
     @property
     def config(self): return self.hf.config

@@ -147,7 +147,8 @@ def _estimated(self:TextDL):
 def _on_estimates(self:TextDL):
     "Return whether the order of this epoch is made from estimated lengths"
     if self.loader == 'random' or self.cache.n.all(): return False
-    if self.shuffle and self.world_size == 1: return True
+    unknown = self.chars is None and self.loader != 'sorted'  # a guess could not say how many batches there are
+    if self.shuffle and self.world_size == 1 and not unknown: return True
     self.lengths(exact=True)
     return False
 
@@ -235,6 +236,7 @@ def _know(self:TextDL, idxs, hold=True):
     for i,o in zip(todo, self.tokens.encode([self._text(i) for i in todo]) if todo else ()):
         cache.put(i, o)
         if not cache.data: held[i] = o
+        if not hold: self._items.pop(i, None)  # labels, of all texts at once, would fill the memory
     return held
 
 # %% ../../nbs/text/07_loader.ipynb #0385fbb7
@@ -270,6 +272,12 @@ def sample(self:TextDL):
     groups = [order.batches[i:i+k] for i in range(0, len(order.batches), k)]
     return (g for i,g in enumerate(groups) if i%self.num_workers == self.offs)
 
+# %% ../../nbs/text/07_loader.ipynb #ldguess1
+@patch
+def _guessed(self:TextDL):
+    "Is the order made from estimated lengths, and could a batch hold too many tokens?"
+    return self._order.group > 1 and self.loader in ('budget', 'packed')
+
 # %% ../../nbs/text/07_loader.ipynb #56861de1
 @patch
 def create_batches(self:TextDL, groups):
@@ -279,7 +287,7 @@ def create_batches(self:TextDL, groups):
     while now is not None:
         coming = next(groups, None)
         held.update(self._know(np.concatenate(now)))
-        if len(now) > 1 or extra is not None:
+        if len(now) > 1 or extra is not None or self._guessed():
             now,extra = self._again(now, extra, coming is None, first and not self.offs)
         todo = np.concatenate(coming) if coming else np.zeros(0, int)
         step = -(-len(todo)//max(1, len(now)))

@@ -261,6 +261,11 @@ class TokenCache:
         b = a+self.n[i]
         return {k: v[a:b] for k,v in self.data.items()}
 
+    def state_dict(self): return dict(n=self.n.copy())
+    def load_state_dict(self, state): # Of `state_dict`
+        "Forget texts that were not known then"
+        self.n[:] = state['n']
+
     def __reduce__(self):
         return _refilled, (self.room, {k: v.copy() for k,v in self.data.items()}, self.n.copy(), self.apart)
 

@@ -30,7 +30,7 @@ from ..machine.device import wait_for
 from .loop import FastLoop
 from ..machine.memory import PeakMemory
 from ..errors import UserError
-from .rehearsal import counts_kept, model_kept, parked, rehearse, rng_kept
+from .rehearsal import model_kept, others_kept, parked, rehearse, rng_kept
 from .transfer import batches_on
 
 # %% ../../nbs/train/09_batch_size.ipynb #8a14bf53
@@ -314,7 +314,7 @@ def find_batch_size(self:Learner,
     with ExitStack() as stack:
         stack.enter_context(only_new_collected())
         stack.enter_context(rng_kept(device))
-        stack.enter_context(counts_kept([dl]))
+        stack.enter_context(others_kept(self, dl))
         batch,rows = _sample(dl)
         extra = stack.enter_context(model_kept(self.model)) + stack.enter_context(parked(self.opt, device))
         room,tries = _Room(device, memory, headroom, extra),[]

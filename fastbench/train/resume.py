@@ -22,13 +22,13 @@ from ..machine.shards import mesh_of
 from ..measure.lifecycle import forget, when_cut
 from .checkpoint import CheckpointError, checkpoints, claim, read_header
 from .replay import Replay, check_same, lived_on, made_of, n_batches
-from .state import (device_of, fit_state, layer_numbers, loader_state, loaders_of, own_model, rng_state,
+from .state import (device_of, fit_state, loader_state, loaders_of, numbers_of, own_model, rng_state,
                                    set_fit_state, tied_weights, to_plain)
 from .together import is_elsewhere, read_together, save_together
 
 # %% ../../nbs/train/15_resume.ipynb #5f5e5dd9
 _finished = WeakKeyDictionary()  # Learner -> folder -> how many fits with checkpoints in it are over
-_untrained = WeakKeyDictionary()  # Learner -> numbers of its layers before its first fit with checkpoints
+_untrained = WeakKeyDictionary()  # Learner -> its `numbers_of` before its first fit with checkpoints
 _trained_here = {}  # folder -> reference to the Learner whose fit ended there last
 
 class CheckpointEvery(Callback):
@@ -86,7 +86,7 @@ def before_fit(self:CheckpointEvery):
     if self._elsewhere(): return
     if self.stopped: raise CancelFitException
     fits = _finished.setdefault(self.learn, {})
-    if self.learn not in _untrained: _untrained[self.learn] = layer_numbers(self.learn.model)
+    if self.learn not in _untrained: _untrained[self.learn] = numbers_of(self.learn)
     known,self._fit = str(self.where) in fits,fits.setdefault(str(self.where), 0)
     path,header = self._look(known)
     self.seconds,self.resumed = (header['seconds'],header['resumed']) if header else (self.seconds, self.resumed)

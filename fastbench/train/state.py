@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['NotPlain', 'to_plain', 'from_plain', 'rng_state', 'set_rng_state', 'order_of_texts', 'loader_state',
            'set_loader_state', 'layer_numbers', 'own_model', 'weights', 'tied_weights', 'set_weights', 'opt_state',
-           'set_opt_state', 'metric_state', 'set_metric_state', 'callback_state', 'set_callback_state', 'device_of',
-           'loaders_of', 'fit_state', 'set_loaders', 'set_fit_state', 'fit_in']
+           'set_opt_state', 'metric_state', 'set_metric_state', 'callback_state', 'set_callback_state', 'loss_of',
+           'numbers_of', 'device_of', 'loaders_of', 'fit_state', 'set_loaders', 'set_fit_state', 'fit_in']
 
 # %% ../../nbs/train/11_state.ipynb #f55ee8ff
 import random
 from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
+from types import MethodType
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..machine.shards import is_part, part_of, parts_of
-from .rehearsal import counting
+from .rehearsal import counting, stateful_parts
 
 # %% ../../nbs/train/11_state.ipynb #bd83093e
 class NotPlain(TypeError):
@@ -149,16 +150,21 @@ def _holds_tensor(o):
     if isinstance(o, (list, tuple)): return any(map(_holds_tensor, o))
     return isinstance(o, Tensor)
 
-def _attributes(model):
-    "Plain attributes of the layers: (name of the layer/name of the attribute, value)"
-    for name,m in model.named_modules():
+def _attributes(o):
+    "Plain attributes of layers, or of a loss function: (name of the layer/name of the attribute, value)"
+    for name,m in stateful_parts(o):
         for k,v in vars(m).items():
             if k[0] != '_' and k != 'training': yield f'{name}/{k}',v
 
-def layer_numbers(model:nn.Module # A model that was not trained yet
+def layer_numbers(o # A model that was not trained yet, or a loss function
     )->dict:
     "Numbers and texts in plain attributes of layers"
-    return {k: v for k,v in _attributes(model) if type(v) in _values}
+    return {k: v for k,v in _attributes(o) if type(v) in _values}
+
+def _between(o, since):
+    "What plain attributes hold between two batches"
+    return {k: to_plain(v) for k,v in _attributes(o)
+            if _holds_tensor(v) or type(v) in _values and k in since and v != since[k]}
 
 def own_model(model # The Learner's, in a fit or not
     )->nn.Module:
@@ -172,10 +178,8 @@ def weights(model:nn.Module, # The Learner's
     "Parameters, buffers, and the layers' own state"
     kept,since = model.state_dict(),since or {}
     unsaved = {k: v.detach() for k,v in model.named_buffers() if k not in kept}
-    between = {k: to_plain(v) for k,v in _attributes(model)
-               if _holds_tensor(v) or type(v) in _values and k in since and v != since[k]}
     apart = [k for k,_ in model.named_buffers() if k in kept] if hasattr(model, 'keeps_buffers') else []
-    return dict(model=dict(kept), unsaved=unsaved, between=between, apart=apart)
+    return dict(model=dict(kept), unsaved=unsaved, between=_between(model, since), apart=apart)
 
 # %% ../../nbs/train/11_state.ipynb #7b8de711
 def tied_weights(model:nn.Module # With all names that its weights have
@@ -190,18 +194,21 @@ def _on(o, device):
     if isinstance(o, Tensor): return o.to(device)
     return type(o)(_on(v, device) for v in o) if type(o) in (list, tuple) else o
 
+def _set_between(o, state, device):
+    parts = dict(stateful_parts(o))
+    for key,v in state.items():
+        name,_,k = key.rpartition('/')
+        vars(parts[name])[k] = _on(from_plain(v), device)
+
 @torch.no_grad()
 def set_weights(model:nn.Module, # The same model, in another process
                 state:dict, # From `weights`
     ):
     "Restore the weights, in place"
     model.load_state_dict(state['model'])
-    buffers,layers = dict(model.named_buffers()),dict(model.named_modules())
+    buffers = dict(model.named_buffers())
     for k,v in state['unsaved'].items(): buffers[k].copy_(v)
-    device = next((p.device for p in model.parameters()), torch.device('cpu'))
-    for key,v in state['between'].items():
-        name,_,k = key.rpartition('/')
-        vars(layers[name])[k] = _on(from_plain(v), device)
+    _set_between(model, state['between'], next((p.device for p in model.parameters()), torch.device('cpu')))
 
 # %% ../../nbs/train/11_state.ipynb #a4ce8986
 def opt_state(opt, # The Learner's optimizer
@@ -298,6 +305,22 @@ def set_callback_state(cb, # The same callback
         log.write(state['log'])
 
 
+# %% ../../nbs/train/11_state.ipynb #losspart1
+def loss_of(learn): # A Learner, in a fit or not
+    "Return its loss function; MixUp and its like replace it in training"
+    f = vars(learn).get('loss_func')
+    return vars(f.__self__)['old_lf'] if isinstance(f, MethodType) and 'old_lf' in vars(f.__self__) else f
+
+def _stateful(learn):
+    "What else has a state: the scaler of mixed precision, a loss function with weights"
+    for k,o in dict(scaler=vars(learn).get('scaler'), loss_func=loss_of(learn)).items():
+        if _speaks(o): yield k,o
+
+def numbers_of(learn # A Learner that was not trained yet
+    )->tuple: # For `fit_state`
+    "Numbers and texts in plain attributes of its layers, and of its loss function"
+    return layer_numbers(learn.model),layer_numbers(loss_of(learn))
+
 # %% ../../nbs/train/11_state.ipynb #4298529b
 _own = 'epoch', 'train_iter', 'pct_train', 'iter', 'smooth_loss', 'loss', 'final_record'
 
@@ -307,12 +330,6 @@ def _named(cbs):
     for cb in cbs:
         n = seen[cb.name] = seen.get(cb.name, 0)+1
         yield (cb.name if n == 1 else f'{cb.name} {n}'),cb
-
-def _stateful(learn):
-    "What else has a state: the scaler of mixed precision, a loss function with weights"
-    for k in ('scaler', 'loss_func'):
-        o = vars(learn).get(k)
-        if _speaks(o): yield k,o
 
 def device_of(learn # A Learner
     )->torch.device:
@@ -327,11 +344,11 @@ def loaders_of(learn # A Learner
 def fit_state(learn, # A Learner between two steps of a fit
               without=(), # Callbacks that are left out
               grads:bool=False, # Are gradients being collected, over several batches?
-              since:dict|None=None, # The model's `layer_numbers` before it was trained
+              since:tuple=({}, {}), # Its `numbers_of` before it was trained
     )->dict: # For `set_fit_state`
     "Everything that the next step depends on"
-    return dict(weights=weights(own_model(learn.model), since), opt=opt_state(learn.opt, grads),
-                rng=to_plain(rng_state(device_of(learn))),
+    return dict(weights=weights(own_model(learn.model), since[0]), loss=_between(loss_of(learn), since[1]),
+                opt=opt_state(learn.opt, grads), rng=to_plain(rng_state(device_of(learn))),
                 loaders=[to_plain(loader_state(o)) for o in loaders_of(learn)],
                 cbs={k: s for k,o in _named(learn.cbs) if o not in without and (s := callback_state(o))},
                 metrics=[metric_state(o) for o in learn.metrics],
@@ -365,6 +382,7 @@ def set_fit_state(learn, # A Learner made in the same way, in a fit
     for m,s in zip(learn.metrics, state['metrics']): set_metric_state(m, s, device)
     for k,o in _stateful(learn):
         if state['more'].get(k): o.load_state_dict(from_plain(state['more'][k]))
+    _set_between(loss_of(learn), state.get('loss', {}), device)
     set_loaders(learn, state['loaders'])
     set_rng_state(from_plain(state['rng']), device)
 
