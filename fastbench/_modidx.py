@@ -4730,6 +4730,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastbench.text.data._dataset_dict': ('text/data.html#_dataset_dict', 'fastbench/text/data.py'),
                                      'fastbench.text.data._described': ('text/data.html#_described', 'fastbench/text/data.py'),
                                      'fastbench.text.data._drawn': ('text/data.html#_drawn', 'fastbench/text/data.py'),
+                                     'fastbench.text.data._finite': ('text/data.html#_finite', 'fastbench/text/data.py'),
                                      'fastbench.text.data._folder': ('text/data.html#_folder', 'fastbench/text/data.py'),
                                      'fastbench.text.data._frame': ('text/data.html#_frame', 'fastbench/text/data.py'),
                                      'fastbench.text.data._labelled': ('text/data.html#_labelled', 'fastbench/text/data.py'),

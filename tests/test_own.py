@@ -51,6 +51,7 @@ def broken(): return _deeper()
 def _deeper(): raise KeyError('nothing there')
 def nothing(): make()
 def pair(): return make(), 3
+def twins(): return make(), make()
 def needs(path, bs): return make()
 def asks(): return make(bs=int(input('batch size? ')))
 def loud():
@@ -279,7 +280,7 @@ def test_a_failed_run_has_the_users_part_of_the_traceback(home):
 
 @pytest.mark.parametrize('name,code,said', [
     ('broken', 4, 'KeyError: \'nothing there\''), ('nothing', 2, 'returned None: did it forget `return learn`?'),
-    ('pair', 2, 'the second is a function that fits it'), ('needs', 2, 'needs path, bs: give the parameter a default'),
+    ('pair', 2, 'the second is a function that fits it'), ('twins', 2, 'returned a Learner and a Learner: the second is a function that fits it'), ('needs', 2, 'needs path, bs: give the parameter a default'),
     ('asks', 4, 'it asks for input, and nobody is there to answer'), ('loud', 4, 'line 199999'), ('leaves', 4, 'SystemExit: 0: it ends the whole process'), ('leaves_late', 4, 'SystemExit: no more data: it ends'), ('dies', 4, 'exit code 3'),
     ('later', 2, 'is async'), ('mak', 2, "did you mean 'make'"), ('threads', 0, 'changed threads from'),
     ('seeds', 0, 'seeds random numbers itself'), ('trains', 0, 'had trained 2 epochs before train.py:trains returned it'), ('starts', 0, '1 process that the training started still ran')])

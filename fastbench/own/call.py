@@ -187,7 +187,7 @@ def check_returned(o, # What the function returned
     learn,fit = o if isinstance(o, tuple) and len(o) == 2 else (o, None)
     if not isinstance(learn, Learner):
         raise UserError(f'{given} returned {_a(o)}{_instead(o)}')
-    if fit is not None and not callable(fit):
+    if isinstance(fit, Learner) or fit is not None and not callable(fit):
         raise UserError(f'{given} returned a Learner and {_a(fit)}: the second is a function that fits it, fit(learn)')
     return learn,fit
 

@@ -153,10 +153,17 @@ def _one_each(col, train, vocab=None):
 # %% ../../nbs/text/13_data.ipynb #a5b0f1c1
 _kinds = ['single', 'regression']
 
+def _finite(col, x):
+    "Return the numbers `x` of a column if they are numbers to learn"
+    if np.isfinite(x).all(): return torch.tensor(x)
+    at = int(np.flatnonzero(~np.isfinite(x))[0])
+    raise UserError(f'row {at} has {x[at]} in column {col.name}, which cannot be learned: drop that row')
+
 def _as_numbers(col):
-    try: return torch.tensor(pd.to_numeric(col).to_numpy(np.float32))
+    try: x = pd.to_numeric(col).to_numpy(np.float32)
     except (ValueError, TypeError) as e:
         raise UserError(f'column {col.name} is for a regression, and holds a value that is not a number: {e}') from None
+    return _finite(col, x)
 
 # %% ../../nbs/text/13_data.ipynb #57e51a87
 def labels_of(df, # A DataFrame
@@ -170,7 +177,7 @@ def labels_of(df, # A DataFrame
     cols = as_columns(label_col)
     _labelled(df, cols)
     if len(cols) > 1:
-        y = torch.tensor(df[cols].to_numpy(np.float32))
+        y = torch.stack([_finite(df[o], df[o].to_numpy(np.float32)) for o in cols], 1)
         return y,cols,('multi' if set(y.unique().tolist()) <= {0, 1} else 'regression')
     col = df[cols[0]]
     fractions = pd.api.types.is_float_dtype(col) and (col % 1 != 0).any()
