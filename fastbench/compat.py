@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['foreach_add_', 'foreach_copy_', 'foreach_div_', 'foreach_lerp_', 'foreach_mul_', 'foreach_norm', 'fused_sgd_',
            'fused_devices', 'flash_attention', 'efficient_attention', 'linear_pointwise', 'efficient_learns_windows',
-           'resize_smooth', 'compile_tools', 'of_checkpointing', 'pause_stream', 'profiler_is_on',
+           'recurrent_ops', 'resize_smooth', 'compile_tools', 'of_checkpointing', 'pause_stream', 'profiler_is_on',
            'call_after_backward', 'without_subclasses', 'is_view', 'BeginsWith', 'wrap_loader_start', 'remember_pass']
 
 # %% ../nbs/00_compat.ipynb #b661f758
@@ -66,6 +66,17 @@ def efficient_learns_windows(
     )->bool:
     "Return whether this PyTorch keeps to the window in the gradient of `efficient_attention`"
     return torch.__version__ >= (2, 15)
+
+# %% ../nbs/00_compat.ipynb #recur02
+_recurrent = dict(mkldnn_rnn_layer=(0, slice(1, 3)), mkldnn_rnn_layer_backward=(0, slice(1, 3)),
+                  _cudnn_rnn=(0, 1), _cudnn_rnn_backward=(0, 1), miopen_rnn=(0, 1), miopen_rnn_backward=(0, 1),
+                  _lstm_mps=(0, 2), lstm_mps_backward=(5, 8))
+
+def recurrent_ops(
+    )->dict: # Operator -> (is it of the backward pass?, position of its input, position of its weights)
+    "Operators that compute whole recurrent layers"
+    found = {getattr(torch.ops.aten, k, None): (k.endswith('_backward'), *v) for k,v in _recurrent.items()}
+    return {op: v for op,v in found.items() if op is not None}
 
 # %% ../nbs/00_compat.ipynb #1292a783
 def resize_smooth(x, # (n, channels, height, width)

@@ -25,7 +25,7 @@ from fastbench.measure.profiler import Profiler
 from fastbench.measure.clock import DeviceClock
 from fastbench.measure.stopwatch import DRAW, DRAWN, END, EVENTS, FIRST, LAST, ManualClock, Stopwatch
 from fastbench.measure.loader import TimedLoader, batch_size
-from fastbench.machine.flops import matmul_peak, measure_peak
+from fastbench.machine.flops import count_flops, matmul_peak, measure_peak
 from fastbench.train.loop import FastLoop
 from fastbench.measure.phases import TRAIN, VALID, rows, values, SYNCS
 from fastbench.errors import UserError
@@ -612,6 +612,37 @@ def test_flops(monkeypatch, tmp_path):
     assert e['flops_per_sample'] == 2*8*3*2 and e['peak'] == 1e12 and 0 < e['share'] < 1
     assert 'FLOPs a sample' in str(learn.profiler)
     assert 'fp32' in (tmp_path/'peaks.json').read_text()
+
+
+class Attends(nn.Module):
+    def __init__(self): super().__init__(); self.emb,self.wide,self.lin = nn.Embedding(9, 8),nn.Linear(8, 96),nn.Linear(96, 3)
+    def forward(self, x):
+        x = self.emb(x['input_ids'] if isinstance(x, dict) else x)
+        return self.lin(self.wide(x @ x.transpose(1, 2) @ x)).mean(1)
+
+
+def of_width(n, width, named):
+    x = torch.ones(n, width, dtype=torch.long)
+    return (dict(input_ids=x, attention_mask=x) if named else x), torch.zeros(n, dtype=torch.long)
+
+
+@pytest.mark.parametrize('named', [True, False], ids=['masked', 'plain'])
+@pytest.mark.parametrize('kind', ['sorted', 'budget', 'random', 'equal'])
+def test_flops_of_batches_of_many_widths(monkeypatch, kind, named):
+    "The longest texts come first, and are not the average"
+    monkeypatch.setattr('fastbench.machine.flops.measure_peak', lambda device, precision: 1e12)
+    rng = random.Random(1)
+    widths = [min(120, int(3 + rng.expovariate(1/20))) for _ in range(150)]
+    if kind != 'random': widths.insert(0, 120)
+    batches = [of_width(600//o if kind == 'budget' else 8, 30 if kind == 'equal' else o, named) for o in widths]
+    learn = make(dls=DataLoaders(DataLoader(batches, bs=None), DataLoader(batches[:1], bs=None))).profile(flops=True)
+    learn.model = Attends()
+    learn.fit(1, 0.)
+    one = {o: count_flops(learn.model, loss_func, *zip(of_width(1, o, named))) for o in {30, *widths}}
+    true = [one[30 if kind == 'equal' else o]*len(y) for o, (_, y) in zip(widths, batches)]
+    n, e, step = [len(y) for _, y in batches], learn.profiler.profile.facts['efficiency'], learn.profiler.results.set_index(['phase', 'action'])
+    assert e['flops_per_sample'] == pytest.approx(sum(true)/sum(n), rel=0 if kind == 'equal' else .15)
+    assert e['flops_per_second']*step.loc[('train', 'step'), 'mean'] == pytest.approx(sum(true[1:])/(len(true) - 1), rel=1e-9 if kind == 'equal' else .15)  # without warm-up
 
 
 def test_a_peak_that_cannot_be_kept_is_measured_by_each_process(monkeypatch, tmp_path):

@@ -13,8 +13,11 @@ from fastai.text.all import AWD_LSTM, TextDataLoaders, awd_lstm_clas_config, tex
 from fastai.vision.all import DataBlock, DataLoaders, ImageBlock, PILImage, RandomSplitter, TensorCategory, TensorImage, resnet18, vision_learner
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+import fastbench.machine.flops as flops
 import fastbench.measure.profiler  # noqa: F401  (adds Learner.profile)
+from fastbench.machine.flops import count_flops
 from test_profiler import adds_up, clean, value
 
 pytestmark = pytest.mark.filterwarnings('ignore')
@@ -126,3 +129,50 @@ def test_flops_of_a_sample_with_targets_by_name(monkeypatch):
     learn = Learner(DataLoaders.from_dsets(x, x, bs=4), Sums(), loss_func=by_name)
     with learn.no_bar(), learn.no_logging(): learn.profile(flops=True).fit(1)
     assert learn.profiler.profile.facts['efficiency']['flops_per_sample'] == 2*3*2
+
+
+@pytest.mark.parametrize('kw', [{}, dict(num_layers=2, bidirectional=True), dict(batch_first=True, bias=False)], ids=lambda o: '+'.join(o) or 'plain')
+@pytest.mark.parametrize('layer', ['RNN', 'GRU', 'LSTM'])
+def test_flops_of_recurrent_layers(layer, kw):
+    "On a CPU, where an LSTM is one operator"
+    m, x, gates = getattr(nn, layer)(8, 16, **kw), torch.randn(5, 5, 8), dict(RNN=1, GRU=3, LSTM=4)[layer]
+    weights = sum(p.numel() for p in m.parameters() if p.dim() == 2)
+    assert count_flops(m, None, (x,)) == 2*5*5*weights and m.weight_hh_l0.numel() == gates*16*16
+    both = count_flops(m, lambda p, y: p[0].sum(), (x,), (0,))
+    assert 4.5*5*5*weights < both <= 6*5*5*weights  # no gradient of the input, or of the first state
+
+
+@pytest.mark.parametrize('two_ways', [False, True])
+def test_flops_of_recurrent_layers_by_cudnn(two_ways):
+    "Shapes alone: no GPU is needed"
+    m = nn.GRU(8, 16, 2, bidirectional=two_ways, device='meta')
+    x, h, ways = torch.randn(5, 4, 8, device='meta'), torch.randn(2*(1 + two_ways), 4, 16, device='meta'), 1 + two_ways
+    n, w = 2*5*4*sum(p.numel() for p in m.parameters() if p.dim() == 2), [*m.parameters()]
+    tail = [3, 16, 0, 2, False, 0., True, two_ways, [], None]
+    def counted(f):
+        with FlopCounterMode(display=False, custom_mapping=flops._formulas()) as c: f()
+        return c.get_total_flops()
+    assert counted(lambda: torch.ops.aten._cudnn_rnn(x, w, 4, None, h, None, *tail)) == n
+    count = flops._formulas()[torch.ops.aten._cudnn_rnn_backward]
+    def back(*asked): return count(x.shape, [p.shape for p in w], 4, None, h.shape, None, x.shape, x.shape, None, None, *tail, None, [*asked])
+    first = 2*5*4*ways*48*8
+    assert (back(True, True, False, True), back(False, False, False, True), back(True, False, False, False)) == (2*n, 2*n - first, n)
+
+
+def test_a_recurrent_layer_that_cannot_be_counted_is_named(monkeypatch):
+    "By an operator that a later PyTorch or another device has"
+    monkeypatch.setattr('fastbench.machine.flops.measure_peak', lambda device, precision: 1e12)
+    monkeypatch.setattr(flops, '_formulas', dict)
+    class Net(nn.Module):
+        def __init__(self): super().__init__(); self.lstm, self.lin = nn.LSTM(3, 4), nn.Linear(4, 2)
+        def forward(self, x): return self.lin(self.lstm(x)[0])
+    x = [(torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 0])) for _ in range(8)]
+    learn = Learner(DataLoaders.from_dsets(x, x, bs=4), Net(), loss_func=lambda p, y: nn.functional.cross_entropy(p.flatten(0, 1), y.flatten()))
+    with learn.no_bar(), learn.no_logging(): learn.profile(flops=True).fit(1)
+    note = 'without LSTM, which could not be counted'
+    if torch.backends.mkldnn.is_available():
+        assert learn.profiler.profile.facts['efficiency']['uncounted'] == ['LSTM'] and note in str(learn.profiler)
+        with pytest.warns(UserWarning, match='the FLOPs of LSTM are not counted'): count_flops(learn.model, None, (torch.randn(4, 5, 3),))
+    monkeypatch.undo()
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    assert note not in str(learn.profiler)

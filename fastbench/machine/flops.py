@@ -6,13 +6,14 @@
 __all__ = ['DTYPES', 'count_flops', 'native_bf16', 'has_onednn', 'onednn_linear', 'measure_peak', 'matmul_peak']
 
 # %% ../../nbs/machine/05_flops.ipynb #13d9ba72
-import json, os
+import json, os, warnings
 from contextlib import suppress
+from math import prod
 from time import perf_counter
 
 import torch
 
-from ..compat import linear_pointwise
+from ..compat import linear_pointwise, recurrent_ops
 from .copies import copy_model
 from .device import draws_kept, wait_for
 from .download import cache_dir
@@ -20,10 +21,36 @@ from .environment import cpu_model, fp32_modes
 from ..errors import UserError
 
 # %% ../../nbs/machine/05_flops.ipynb #912d97c5
+def _recurrent_flops(backward, x, w):
+    def count(*args, out_shape=None, **kwargs):
+        weights = [2*prod(args[x][:-1])*prod(o) for o in args[w] if len(o) == 2]
+        if not backward: return sum(weights)
+        if not isinstance(args[-1], list): return 2*sum(weights)
+        (of_input,*_,of_weights),two_ways = args[-1],args[-5]  # of cuDNN and MIOpen: which gradients are asked for
+        return sum(weights)*(1 + of_weights) - weights[0]*(1 + two_ways)*(not of_input)
+    return count
+
+def _formulas(): return {op: _recurrent_flops(*o) for op,o in recurrent_ops().items()}
+
+def _watch_recurrent(model, counter, missed):
+    "Collect the classes of recurrent layers in which the counter finds nothing"
+    before = {}
+    def begins(m, x): before[m] = counter.get_total_flops()
+    def ends(m, x, y):
+        if counter.get_total_flops() == before[m]: missed.add(type(m).__name__)
+    for m in model.modules():
+        if isinstance(m, torch.nn.RNNBase): m.register_forward_pre_hook(begins), m.register_forward_hook(ends)
+
+def _warn_missed(names):
+    if names: warnings.warn(f"the FLOPs of {', '.join(names)} are not counted: this device computes it by an operator "
+                            'that the counter does not know')
+
+# %% ../../nbs/machine/05_flops.ipynb #lstm02
 def count_flops(model, # The model, on its device
                 loss_func, # Called with predictions and targets
                 xb:tuple, # Inputs of a batch
                 yb:tuple=(), # Targets of a batch; without them only the forward pass is counted
+                missed=_warn_missed, # Called with the names of recurrent layers that could not be counted
     )->int: # FLOPs of the whole batch; a multiply-add counts two
     "FLOPs of forward and backward over one batch"
     try: copy = copy_model(model)
@@ -31,9 +58,12 @@ def count_flops(model, # The model, on its device
         raise UserError(f'cannot count FLOPs: the model cannot be copied ({e}); profile without flops=True') from e
     copy.train()
     from torch.utils.flop_counter import FlopCounterMode  # which brings Triton, a quarter of a second
-    with draws_kept(getattr(xb[0], 'device', torch.device('cpu'))), FlopCounterMode(display=False) as counter:
+    counter,uncounted = FlopCounterMode(display=False, custom_mapping=_formulas()),set()
+    _watch_recurrent(copy, counter, uncounted)
+    with draws_kept(getattr(xb[0], 'device', torch.device('cpu'))), counter:
         pred = copy(*xb)
         if len(yb): loss_func(pred, *yb).backward()
+    missed(sorted(uncounted))
     return counter.get_total_flops()
 
 # %% ../../nbs/machine/05_flops.ipynb #3cb28e26

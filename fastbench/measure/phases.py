@@ -336,8 +336,9 @@ def _loader_note(profile):
 # %% ../../nbs/measure/00_phases.ipynb #20ef9145
 def _efficiency_note(profile):
     e = profile.facts.get('efficiency')
+    without = e and e.get('uncounted') and f"; without {', '.join(e['uncounted'])}, which could not be counted"
     return e and (f"{_si(e['flops_per_sample'])}FLOPs a sample, {_si(e['flops_per_second'])}FLOP/s: {e['share']:.1%} "
-                  f"of this machine's measured peak of {_si(e['peak'])}FLOP/s in {e['precision']}")
+                  f"of this machine's measured peak of {_si(e['peak'])}FLOP/s in {e['precision']}{without or ''}")
 
 def _kernel_note(profile):
     k = profile.facts.get('kernels')

@@ -24,7 +24,7 @@ from .clock import train_device, train_precision
 from .edges import _Compiling, _device_clock, _Last, _Unscaling
 from .stopwatch import FIRST, Stopwatch, UNSCALE, UNSCALED
 from .kernels import Kernels, KernelTable
-from .loader import TimedLoader, batch_size
+from .loader import TimedLoader, TypicalBatch
 from .remedies import inert_precision, open_remedies
 from .stations import add_up, timed_stations
 from .trace import Trace
@@ -82,7 +82,8 @@ def reset(self:Profiler):
     if self._edges: self._end()
     self.watch = Stopwatch(Profile(o['keep']))
     self._trace = Trace(o['trace'], o['trace_steps']) if o['trace'] else None
-    self._batch = self._kernels = self._stations = None
+    self._typical = TypicalBatch()
+    self._kernels = self._stations = None
     self.counting = 0.  # seconds spent on FLOPs, after fits
 
 # %% ../../nbs/measure/12_profiler.ipynb #a20f718e
@@ -160,6 +161,7 @@ def _begin(self:Profiler):
     self._nested,self._validation = None,learn.lock.locked()
     if learn.opt is not None: w.profile.facts |= dict(remedies=open_remedies(learn), precision=inert_precision(learn))
     self._memory = PeakMemory(device).start()
+    self._typical.begin()
     w.open()
     w.look_each_second(self._memory.sample)
     self._compiling()
@@ -182,13 +184,10 @@ def _arm(self:Profiler):
 def _time_loader(self:Profiler):
     learn,dl = self.learn,self.learn.dl
     def began(): learn.dl = dl
-    keep = self._keep if self._options['flops'] and learn.training else None
+    keep = self._typical if self._options['flops'] and learn.training else None
     self._time_stations(dl)
     draw = learn.draw_batches if hasattr(type(learn), 'draw_batches') else None  # our own loop's
     learn.dl = TimedLoader(dl, self.watch, began, keep, draw)
-
-@patch
-def _keep(self:Profiler, b): self._batch = b
 
 # %% ../../nbs/measure/12_profiler.ipynb #b7f40f0e
 @patch
@@ -242,16 +241,18 @@ def _loss_of(learn):
     return lambda pred,*yb: learn.loss_func(pred[0], *yb)
 
 def _efficiency(self):
-    learn,step = self.learn,stats(self.watch.profile.steps['train'], 'step')
-    if not self._batch or not step['mean']: return None
-    b = learn._set_device(self._batch)
+    learn,typical,step = self.learn,self._typical,stats(self.watch.profile.steps['train'], 'step')
+    if not typical.batch or not step['mean']: return None
+    b = learn._set_device(typical.batch)
     n = getattr(learn.dls, 'n_inp', 1 if len(b) == 1 else len(b)-1)
     xb,yb = cast_tensors(tuple(b[:n])),cast_tensors(tuple(b[n:]))
     samples = stats(self.watch.profile.steps['train'], 'samples')['mean']
     precision,device = train_precision(learn),next(learn.model.parameters()).device
-    flops = count_flops(learn.model, _loss_of(learn), xb, yb)/(batch_size(b)[0] or 1)
-    peak,reached = matmul_peak(device, precision),flops*samples/step['mean']
-    return dict(flops_per_sample=flops, flops_per_second=reached, peak=peak, share=reached/peak, precision=precision)
+    missed = []
+    flops = count_flops(learn.model, _loss_of(learn), xb, yb, missed.extend)
+    peak,reached = matmul_peak(device, precision),typical.per_sample(flops, warm=True)*samples/step['mean']
+    return dict(flops_per_sample=typical.per_sample(flops), flops_per_second=reached, peak=peak, share=reached/peak,
+                precision=precision, **({'uncounted': missed} if missed else {}))
 
 @patch
 def _keep_kernels(self:Profiler):
@@ -267,7 +268,8 @@ def _count(self:Profiler):
     except Exception as e:
         warnings.warn(f'no FLOPs were counted: {type(e).__name__}: {e}. '
                       'The times are not affected; profile without flops=True')
-    self._batch,self.counting = None,self.counting + perf_counter() - start
+    self._typical.begin()
+    self.counting += perf_counter() - start
 
 # %% ../../nbs/measure/12_profiler.ipynb #671f4bed
 @patch(as_prop=True)
