@@ -13,6 +13,7 @@ import warnings
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from fastai.callback.core import Callback
@@ -23,7 +24,7 @@ from fastai.callback.schedule import Learner  # adds fit_one_cycle
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders, Datasets, TfmdDL
-from fastai.data.transforms import RandomSplitter
+from fastai.data.transforms import Categorize, ColReader, RandomSplitter
 from fastai.learner import Recorder
 from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
@@ -384,6 +385,50 @@ def test_another_split_is_refused_in_one_line(seed, refused, tmp_path):
     said = in_child(why)
     if refused: assert 'was trained on other items' in said and 'RandomSplitter(seed=42)' in said and '\n' not in said
     else: assert said is None
+
+
+def text_of(labels):
+    return hf_dls(pd.DataFrame(dict(text=[f'{WORDS[i % 9]} {i}' for i in range(80)], label=labels)), TOKENIZER, bs=8, max_length=16, seed=1, workers=0, device='cpu')
+
+
+def table_of(labels, get_y=ColReader('label')):
+    df = pd.DataFrame(dict(x=[i/80 for i in range(80)], label=labels))
+    return Datasets(df, [[ColReader('x'), lambda x: torch.full((6,), x)], [get_y, Categorize]], splits=RandomSplitter(seed=1)(df)).dataloaders(bs=8, num_workers=0, device='cpu')
+
+
+LABELS = ['abc'[i % 3] for i in range(80)]
+RENAMED, SHUFFLED = [dict(a='z', b='y', c='x')[o] for o in LABELS], LABELS[40:] + LABELS[:40]
+OTHER_NAMES = r'other labels or words, or with them in another order: \["a", "b", "c"\] there, and \["x", "y", "z"\] here'
+
+
+def labelled(dls, folder, *cbs):
+    learn = make(folder)
+    learn.dls = dls
+    if isinstance(dls.one_batch()[0], dict): learn.model = OfWords()
+    with learn.no_bar(), learn.no_logging(): learn.fit(2, cbs=cbs)
+
+
+class OfWords(nn.Module):
+    def __init__(self): super().__init__(); self.emb, self.lin = nn.Embedding(len(TOKENIZER), 8), nn.Linear(8, 3)
+    def forward(self, x): return self.lin(self.emb(x['input_ids']).mean(1))
+
+
+@pytest.mark.parametrize('of', [text_of, table_of, partial(table_of, get_y=lambda o: o.label)], ids=['texts', 'table', 'function'])
+@pytest.mark.parametrize('labels, said', [(LABELS, None), (RENAMED, OTHER_NAMES), (SHUFFLED, 'other labels of the same items')], ids=['same', 'renamed', 'shuffled'])
+def test_other_labels_are_refused_in_one_line(of, labels, said, tmp_path):
+    "Unless a function makes them, which nobody calls for it, or the checkpoint is of a version that did not say them"
+    assert in_child(labelled, of(LABELS), tmp_path, every(), Kill('after_backward', 9)) == -signal.SIGKILL
+    def why():
+        try: labelled(of(labels), tmp_path, every(resume=True))
+        except UserError as e: return str(e)
+    if said and not (said.endswith('items') and isinstance(of, partial)):
+        got = in_child(why)
+        assert re.search(said, got) and '\n' not in got
+        for at in checkpoints(tmp_path/'models'/'checkpoints'):
+            head = json.loads((at/HEADER).read_text())
+            del head['made_of']['labels'], head['made_of']['names']
+            (at/HEADER).write_text(json.dumps(head))
+    assert in_child(why) is None
 
 
 def test_killed_while_gradients_are_collected(whole, tmp_path):

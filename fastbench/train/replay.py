@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from ..callback.override import override
 from .checkpoint import CheckpointError
-from .items import told_items
+from .items import told_items, told_labels, told_names
 from .state import device_of, from_plain, loaders_of, set_fit_state, set_loaders, set_rng_state, to_plain
 from .together import is_elsewhere
 from ..errors import plural
@@ -39,7 +39,8 @@ def made_of(learn # A Learner at the beginning of a fit
     dl,opt = loaders_of(learn)[0],learn.opt
     shapes = {k: getattr(p, 'ds_shape', p.shape) for k,p in learn.model.named_parameters()}  # or of a part
     return dict(epochs=learn.n_epoch, batch_size=getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None),
-                items=getattr(dl, 'n', None), data=told_items(dl), optimizer=_opt_name(opt), schedule=_schedule(learn),
+                items=getattr(dl, 'n', None), data=told_items(dl), labels=told_labels(dl), names=told_names(learn.dls),
+                optimizer=_opt_name(opt), schedule=_schedule(learn),
                 lr=[float(h['lr']) for h in opt.hypers], wd=[float(h.get('wd') or 0.) for h in opt.hypers],
                 parameters={k: 'x'.join(map(str, o)) for k,o in shapes.items()})
 
@@ -61,6 +62,15 @@ def _check_items(there, here, path):
                           'anew in each run (RandomSplitter(seed=42)), and so does what shuffles a list. Make the '
                           'same data, or begin anew in another folder')
 
+def _check_labels(there, here, path):
+    def other(k): return there.get(k) and here.get(k) and there[k] != here[k]
+    if other('names'):
+        a,b = next((p for p in zip(there['names'], here['names']) if p[0] != p[1]), (there['names'], here['names']))
+        what = f'other labels or words, or with them in another order: {a} there, and {b} here'
+    elif other('labels'): what = 'other labels of the same items'
+    else: return
+    raise CheckpointError(f'{path} was trained with {what}. Make the same data, or begin anew in another folder')
+
 # %% ../../nbs/train/14_replay.ipynb #9c2b7886
 def check_same(header:dict, # Of a checkpoint
                learn, # A Learner at the beginning of a fit
@@ -70,7 +80,8 @@ def check_same(header:dict, # Of a checkpoint
     there,here = header['made_of'],made_of(learn)
     if is_elsewhere(header): there = dict(there, batch_size=here['batch_size'])
     _check_items(there.get('data'), here.get('data'), path)
-    there = dict(there, data=here['data'])
+    _check_labels(there, here, path)
+    there = there | {k: here[k] for k in ('data', 'labels', 'names')}
     if diff := _first_difference(there, here):
         raise CheckpointError(f'{path} is of another training: {diff}. Go on with the script that wrote it, or begin '
                               'anew in another folder')
