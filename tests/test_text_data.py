@@ -463,7 +463,7 @@ def test_stars_are_numbers_where_that_is_said(tok):
     with pytest.raises(UserError, match='column label is for a regression, and holds a value that is not a number'): made(labels='regression')
     df['label'], df['other'] = [.5, 1., math.inf, 2.], [1., -math.inf, 2., 3.]
     with pytest.raises(UserError, match='row 2 has inf in column label'): made()
-    with pytest.raises(UserError, match='row 1 has -inf in column other'): hf_dls(df.assign(label=1.), tok, valid=df, label_col=['label', 'other'], workers=0, device='cpu')
+    with pytest.raises(UserError, match='row 1 has -inf in column other'): hf_dls(df.assign(label=1.), tok, valid=df.assign(label=1.), label_col=['label', 'other'], workers=0, device='cpu')
 
 
 def test_labels_of_all_kinds():
