@@ -612,6 +612,8 @@ def test_flops(monkeypatch, tmp_path):
     assert e['flops_per_sample'] == 2*8*3*2 and e['peak'] == 1e12 and 0 < e['share'] < 1
     assert 'FLOPs a sample' in str(learn.profiler)
     assert 'fp32' in (tmp_path/'peaks.json').read_text()
+    learn.validate()
+    assert learn.profiler.profile.facts['efficiency'] == e and 'FLOPs a sample' in str(learn.profiler)
 
 
 class Attends(nn.Module):

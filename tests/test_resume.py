@@ -577,6 +577,12 @@ def test_the_checkpoint_of_another_training_is_refused(change, why, kept):
     assert re.search(why, got) and got.count('\n') == 0 and 'is of another training' in got
 
 
+def test_texts_in_another_kind_of_batches_are_another_training(tmp_path):
+    assert in_child(said, tmp_path, text_learner, 1) == []
+    got = in_child(partial(said, resume=True), tmp_path, partial(text_learner, loader='budget'))
+    assert 'is of another training: loader is sorted there and budget here' in got and '\n' not in got
+
+
 @pytest.mark.parametrize('steps', [1, 2, 4, 100])
 def test_what_could_not_be_written_is_said_once(tmp_path, monkeypatch, steps):
     "Also of the last step, after which the end of the fit tries once more"

@@ -264,7 +264,8 @@ def _keep_kernels(self:Profiler):
 def _count(self:Profiler):
     "Count after a fit; an error here must not fail the fit"
     start = perf_counter()
-    try: self.profile.facts['efficiency'] = _efficiency(self)
+    try:
+        if found := _efficiency(self): self.profile.facts['efficiency'] = found  # a validation alone has none
     except Exception as e:
         warnings.warn(f'no FLOPs were counted: {type(e).__name__}: {e}. '
                       'The times are not affected; profile without flops=True')

@@ -38,7 +38,9 @@ def made_of(learn # A Learner at the beginning of a fit
     "Properties that identify this training"
     dl,opt = loaders_of(learn)[0],learn.opt
     shapes = {k: getattr(p, 'ds_shape', p.shape) for k,p in learn.model.named_parameters()}  # or of a part
-    return dict(epochs=learn.n_epoch, batch_size=getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None),
+    own = vars(dl) if hasattr(dl, '__dict__') else {}
+    how = {k: own[k] for k in ('loader', 'max_tokens') if type(own.get(k)) in (str, int)}  # of texts
+    return dict(how, epochs=learn.n_epoch, batch_size=getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None),
                 items=getattr(dl, 'n', None), data=told_items(dl), labels=told_labels(dl), names=told_names(learn.dls),
                 optimizer=_opt_name(opt), schedule=_schedule(learn),
                 lr=[float(h['lr']) for h in opt.hypers], wd=[float(h.get('wd') or 0.) for h in opt.hypers],
@@ -78,10 +80,10 @@ def check_same(header:dict, # Of a checkpoint
     ): # A `UserError` if it is another training
     "Refuse the checkpoint of another training; another number of processes may take other batches"
     there,here = header['made_of'],made_of(learn)
-    if is_elsewhere(header): there = dict(there, batch_size=here['batch_size'])
+    if is_elsewhere(header): there = there | {k: here[k] for k in ('batch_size', 'max_tokens') if k in here}
     _check_items(there.get('data'), here.get('data'), path)
     _check_labels(there, here, path)
-    there = there | {k: here[k] for k in ('data', 'labels', 'names')}
+    there = here | there | {k: here[k] for k in ('data', 'labels', 'names')}  # an older header lacks some
     if diff := _first_difference(there, here):
         raise CheckpointError(f'{path} is of another training: {diff}. Go on with the script that wrote it, or begin '
                               'anew in another folder')
