@@ -5489,6 +5489,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastbench.text.tokens.TokenClassification.units': ( 'text/tokens.html#tokenclassification.units',
                                                                                             'fastbench/text/tokens.py'),
                                        'fastbench.text.tokens._check_words': ('text/tokens.html#_check_words', 'fastbench/text/tokens.py'),
+                                       'fastbench.text.tokens._checked_tags': ( 'text/tokens.html#_checked_tags',
+                                                                                'fastbench/text/tokens.py'),
                                        'fastbench.text.tokens._heads': ('text/tokens.html#_heads', 'fastbench/text/tokens.py'),
                                        'fastbench.text.tokens._heads_of': ('text/tokens.html#_heads_of', 'fastbench/text/tokens.py'),
                                        'fastbench.text.tokens._tags': ('text/tokens.html#_tags', 'fastbench/text/tokens.py'),

@@ -65,6 +65,8 @@ def test_another_class_of_the_same_kind_is_made_with_the_settings_of_the_data(to
 
 def test_rows_of_the_hub_are_told_how_to_become_examples():
     with pytest.raises(UserError, match=r"words and as many tags; for each row: \(row\['tokens'\], \[names\[i\] for i in row\['ner_tags'\]\]\)$"): TokenClassification(['O', 'B-X']).check([dict(id='1', tokens=['ba'], ner_tags=[0])])
+    with pytest.raises(UserError, match=r"example 0 is .*words and as many tags; for each row: \(row\['tokens'\], row\['tags'\]\)$"): TokenClassification.of([dict(tokens=['ba', 'be'], tags=['O', 'B-X'])]*2)
+    with pytest.raises(UserError, match='example 1 has no tags: an example is'): TokenClassification.of([(['ba'], ['O']), 'ba be'])
     with pytest.raises(UserError, match=r"for it; for each row: \(row\['document'\], row\['summary'\]\)$"): Summarization().check([dict(document='ba be', summary='ba', id='x')])
 
 
@@ -99,6 +101,21 @@ def test_tags_that_cannot_be(tok):
     assert len(two.collate(tok, [([], []), (['ba'], ['O'])])[1]) == 2
     with pytest.raises(UserError, match=r"takes a task that is made, such as QuestionAnswering\(\.\.\.\), not its name 'question-answering'"):
         task_dls('question-answering', [1], [1], tok)
+
+
+@pytest.mark.parametrize('loader', [None, 'sorted'])
+@pytest.mark.parametrize('names', [('O', 'B-X'), (3, 7)], ids=['names', 'numbers'])
+def test_tags_in_arrays(tok, loader, names):
+    "As pandas reads a column of lists from parquet; a sentence without words has an empty array"
+    import numpy as np
+    rows = [(['ba', 'be'], list(names)), ([], []), (['bi'], [names[1]])]
+    arrays = [(np.array(w, object), np.array(t)) for w, t in rows]
+    task = TokenClassification.of(arrays)
+    assert task.settings == TokenClassification.of(rows).settings
+    want, got = (task_dls(task, o, o, tok, bs=3, max_length=8, loader=loader, device='cpu').valid.one_batch() for o in (rows, arrays))
+    assert torch.equal(want[1], got[1]) and torch.equal(want[0]['input_ids'], got[0]['input_ids']) and (got[1] != -100).sum() == 3
+    assert type(task.vocab[0]) is type(names[0])
+    with pytest.raises(UserError, match='is none of those for training'): task.collate(tok, [(np.array(['ba']), np.array(['B-Z']))])
 
 
 # Language models

@@ -14,6 +14,7 @@ from fastai.learner import Metric
 from fastcore.basics import patch
 
 from ..errors import UserError, plural
+from .data import _plain
 from .examples import ExampleTokens, batch_outputs
 from .task import Task, TokenAccuracy, decoded, how_to_pair
 from .tokenize import by_text
@@ -49,6 +50,31 @@ class EntityF1(Metric):
     @property
     def name(self): return 'entity_f1'
 
+# %% ../../nbs/text/15_tokens.ipynb #ed878fc8
+def _words(o): # o: a string, words, or (words, tags)
+    if isinstance(o, str): return o.split()
+    return list(o[0]) if len(o) and not isinstance(o[0], (str, type(None))) else list(o)
+
+_an_example = 'an example is a list of words and as many tags'
+
+def _check_words(words, tags, i):
+    if (bad := next((o for o in words if not isinstance(o, str)), '')) != '':
+        raise UserError(f'example {i} has {bad!r} among its words: words are strings')
+    if tags is not None and len(words) != len(tags):
+        raise UserError(f"example {i} has {plural(len(words), 'word')} and {plural(len(tags), 'tag')}: "
+                        f'{_an_example}')
+
+def _checked_tags(o, number):
+    "Fail if an example is not valid, and return its tags"
+    if not isinstance(o, (str, tuple, list)) or not len(o) and not isinstance(o, str):
+        raise UserError(f'example {number} is {repr(o)[:60]}: {_an_example}{how_to_pair(o)}')
+    _check_words(_words(o), _tags(o), number)
+    return _tags(o)
+
+# %% ../../nbs/text/15_tokens.ipynb #85702d8f
+def _tags(o): # o: an example; None if it has no tags
+    return o[1] if len(o) == 2 and not isinstance(o, str) and not isinstance(o[0], str) else None
+
 # %% ../../nbs/text/15_tokens.ipynb #6fce7aca
 class TokenClassification(Task):
     "Predict a tag for every word"
@@ -59,16 +85,15 @@ class TokenClassification(Task):
     def __init__(self, vocab): # Names of the tags
         if len(vocab) < 2:
             raise UserError(f'there is one tag only ({vocab[0] if vocab else "none"}): nothing to tell apart')
-        self.vocab = list(vocab)
+        self.vocab = [*map(_plain, vocab)]
 
     @classmethod
     def of(cls, examples): # (words, tags) each
         "Make the task with the tags that occur in `examples`, `O` first"
-        for i,(words,tags) in enumerate(examples):
-            if isinstance(words, str) or len(words) != len(tags):
-                raise UserError(f"example {i} has {plural(len(words), 'word')} and {plural(len(tags), 'tag')}: "
-                                'an example is a list of words and as many tags')
-        return cls(sorted({t for _,tags in examples for t in tags}, key=lambda o: (o != 'O', o)))
+        tags = [_checked_tags(o, i) for i,o in enumerate(examples)]
+        bare = next((i for i,o in enumerate(tags) if o is None), None)
+        if bare is not None: raise UserError(f'example {bare} has no tags: {_an_example}')
+        return cls(sorted({t for o in tags for t in o}, key=lambda o: (o != 'O', o)))
 
     @classmethod
     def from_dls(cls, dls, **settings): return cls(dls.vocab, **settings)
@@ -80,18 +105,6 @@ class TokenClassification(Task):
     def is_one(self, item, pairs):
         return isinstance(item, str) or len(item) and isinstance(item[0], str) and not any(' ' in o for o in item)
 
-# %% ../../nbs/text/15_tokens.ipynb #ed878fc8
-def _words(o): # o: a string, words, or (words, tags)
-    if isinstance(o, str): return o.split()
-    return list(o[0]) if len(o) and not isinstance(o[0], (str, type(None))) else list(o)
-
-def _check_words(words, tags, i):
-    if (bad := next((o for o in words if not isinstance(o, str)), '')) != '':
-        raise UserError(f'example {i} has {bad!r} among its words: words are strings')
-    if tags is not None and len(words) != len(tags):
-        raise UserError(f"example {i} has {plural(len(words), 'word')} and {plural(len(tags), 'tag')}: "
-                        'an example is a list of words and as many tags')
-
 # %% ../../nbs/text/15_tokens.ipynb #794c0902
 def _heads(enc, i):
     "Return the place of each word's first token"
@@ -99,10 +112,6 @@ def _heads(enc, i):
     for at,w in enumerate(enc.word_ids(i)):
         if w is not None: res.setdefault(w, at)
     return res
-
-# %% ../../nbs/text/15_tokens.ipynb #85702d8f
-def _tags(o): # o: an example; None if it has no tags
-    return o[1] if len(o) == 2 and not isinstance(o, str) and not isinstance(o[0], str) else None
 
 # %% ../../nbs/text/15_tokens.ipynb #b659874f
 @patch
@@ -122,21 +131,17 @@ def encode(self:TokenClassification, tokenizer, # A fast tokenizer of transforme
         keys = {k: np.asarray(v[i], np.int32) for k,v in enc.items() if k != 'attention_mask'}
         word = np.array([-1 if w is None else w for w in enc.word_ids(i)], np.int32)
         tag,tags = np.full_like(word, -100),_tags(o)
-        for w,place in _heads(enc, i).items() if tags else ():
+        for w,place in _heads(enc, i).items() if tags is not None and len(tags) else ():
             if tags[w] not in at:
-                raise UserError(f'the tag {tags[w]!r} is none of those for training ({", ".join(self.vocab)})')
+                names = ', '.join(map(str, self.vocab))
+                raise UserError(f'the tag {tags[w]!r} is none of those for training ({names})')
             tag[place] = at[tags[w]]
         res.append(keys | dict(word=word, tag=tag))
     return res
 
 # %% ../../nbs/text/15_tokens.ipynb #35051b7e
 @patch
-def target(self:TokenClassification, o, number):
-    if not isinstance(o, (str, tuple, list)) or not len(o) and not isinstance(o, str):
-        raise UserError(f'example {number} is {repr(o)[:60]}: an example is a list of words and as many '
-                        f'tags{how_to_pair(o)}')
-    _check_words(_words(o), _tags(o), number)
-    return _tags(o)
+def target(self:TokenClassification, o, number): return _checked_tags(o, number)
 
 @patch
 def units(self:TokenClassification,
