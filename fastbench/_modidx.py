@@ -4894,6 +4894,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastbench.text.hf._auto': ('text/hf.html#_auto', 'fastbench/text/hf.py'),
                                    'fastbench.text.hf._check_attn': ('text/hf.html#_check_attn', 'fastbench/text/hf.py'),
                                    'fastbench.text.hf._check_built': ('text/hf.html#_check_built', 'fastbench/text/hf.py'),
+                                   'fastbench.text.hf._check_ends': ('text/hf.html#_check_ends', 'fastbench/text/hf.py'),
                                    'fastbench.text.hf._check_head': ('text/hf.html#_check_head', 'fastbench/text/hf.py'),
                                    'fastbench.text.hf._check_loaded': ('text/hf.html#_check_loaded', 'fastbench/text/hf.py'),
                                    'fastbench.text.hf._check_memory': ('text/hf.html#_check_memory', 'fastbench/text/hf.py'),

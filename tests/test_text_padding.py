@@ -98,6 +98,20 @@ def test_the_end_is_learned(tok):
     assert m.hf.get_input_embeddings().weight.grad[1].abs().sum() > 0
 
 
+@pytest.mark.parametrize('model', ['bart-tiny', 't5-tiny'])
+def test_a_head_that_counts_ends_wants_another_token_to_pad_with(tok, model):
+    "BART's and T5's heads for classes read a text at its end token; those that write have no such head"
+    with pytest.warns(UserWarning, match='no token to pad'): dls = hf_dls(ROWS, tok, bs=4, workers=0, device='cpu')
+    with pytest.raises(UserError, match=r"reads a text at its end token, and this tokenizer pads with it \('</s>'\): .*tokenizer.add_special_tokens\(dict\(pad_token='<pad>'\)\)") as e: hf_learner(dls, model, pretrained=False)
+    assert '\n' not in str(e.value)
+    assert hf_model(model, 'seq2seq', tokenizer=tok, pretrained=False).pad_is_word
+    tok.add_special_tokens(dict(pad_token='<pad>'))
+    learn = hf_learner(hf_dls(ROWS, tok, bs=4, workers=0, device='cpu'), model, pretrained=False)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3)
+    tok.backend_tokenizer.post_processor = None
+    with pytest.raises(UserError, match=r"end token, and this tokenizer adds none to a text \(token 1\): take the model's own tokenizer"): hf_learner(learn.dls, model, pretrained=False)
+
+
 def test_an_exported_learner_knows_it_still(tok, tmp_path):
     texts = ['ba be', 'ba be bi bo bu']
     with pytest.warns(UserWarning): learn = hf_learner(hf_dls(ROWS, tok, max_length=32, device='cpu'), 'gpt2-tiny', pretrained=False)

@@ -349,9 +349,23 @@ def _fit_tokenizer(hf, tokenizer, source):
                   stacklevel=5)
     with hf_quiet(): hf.resize_token_embeddings(len(t))
 
+def _check_ends(hf, tokenizer):
+    "Refuse a tokenizer whose texts do not have the one end token at which a head reads them"
+    t,makers,kind = tokenizer,_auto('sequence-classification')._model_mapping,type(hf.config)
+    if not _in_two(hf) or kind not in makers or not isinstance(hf, makers[kind]): return
+    end,reads = hf.config.eos_token_id,f'{type(hf).__name__} reads a text at its end token, and this tokenizer'
+    if t.pad_token_id == end:
+        raise UserError(f'{reads} pads with it ({t.pad_token!r}): give it a token of its own before the data are '
+                        "loaded, tokenizer.add_special_tokens(dict(pad_token='<pad>'))")
+    if end not in t('a')['input_ids']:
+        raise UserError(f"{reads} adds none to a text (token {end}): take the model's own tokenizer, or one that ends "
+                        'each text with this token')
+
 def _finish(hf, tokenizer, source, fresh):
     "Make an `HFModel` of `hf`"
-    if tokenizer is not None: _fit_tokenizer(hf, tokenizer, source)
+    if tokenizer is not None:
+        _fit_tokenizer(hf, tokenizer, source)
+        _check_ends(hf, tokenizer)
     model = HFModel(hf)
     model.pads_left = getattr(tokenizer, 'padding_side', None) == 'left'
     if tokenizer is not None and pad_is_word(tokenizer): model._pad_with_a_word()
