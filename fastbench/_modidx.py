@@ -4978,6 +4978,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastbench.text.learner._jsonable': ('text/learner.html#_jsonable', 'fastbench/text/learner.py'),
                                         'fastbench.text.learner._max_length': ( 'text/learner.html#_max_length',
                                                                                 'fastbench/text/learner.py'),
+                                        'fastbench.text.learner._padding_counts': ( 'text/learner.html#_padding_counts',
+                                                                                    'fastbench/text/learner.py'),
                                         'fastbench.text.learner._pairs': ('text/learner.html#_pairs', 'fastbench/text/learner.py'),
                                         'fastbench.text.learner._parts_of': ('text/learner.html#_parts_of', 'fastbench/text/learner.py'),
                                         'fastbench.text.learner._prepare': ('text/learner.html#_prepare', 'fastbench/text/learner.py'),

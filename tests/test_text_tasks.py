@@ -463,3 +463,35 @@ def test_metrics_that_count_padding_are_refused(tok):
         with pytest.raises(UserError, match='counts padding and other places without a target as wrong: take fastbench.text.task.TokenAccuracy'): hf_learner(dls, 'bert-tiny', 'token-classification', pretrained=False, metrics=o)
     texts = hf_dls([(o, 'ab'[i % 2]) for i, o in enumerate(TEXTS)], tok, max_length=40, workers=0, device='cpu')
     hf_learner(texts, 'bert-tiny', pretrained=False, metrics=accuracy)
+
+
+def token_metrics():
+    from functools import partial
+    from fastai.learner import AvgMetric
+    from fastai.metrics import AccumMetric, DiceMulti, F1Score, accuracy, error_rate, skm_to_fastai, top_k_accuracy
+    from sklearn.metrics import f1_score
+    return dict(partial=partial(accuracy, axis=-1), wrapped=AvgMetric(error_rate), both=AvgMetric(partial(accuracy, axis=-1)), top=partial(top_k_accuracy, k=1), f1=F1Score(average='macro'),
+                sklearn=skm_to_fastai(f1_score, average='macro'), gathered=AccumMetric(accuracy, flatten=False), dice=DiceMulti(axis=-1))
+
+
+@pytest.mark.parametrize('name', list(token_metrics()))
+def test_metrics_in_wraps_count_padding_too(tok, name):
+    rows = [(['ba'], ['O']), (['be'], ['B-X'])]
+    dls = task_dls(TokenClassification(['O', 'B-X']), rows, rows, tok, device='cpu')
+    with pytest.raises(UserError, match=r'counts padding and other places without a target as wrong: take .*leaves out targets of -100$') as e: hf_learner(dls, 'bert-tiny', pretrained=False, metrics=[token_metrics()[name]])
+    assert '\n' not in str(e.value) and 'partial' not in str(e.value)
+
+
+def test_metrics_that_know_padding_are_taken(tok):
+    "What the error says to take has the number of sklearn over the words"
+    from fastai.metrics import AccumMetric, Perplexity
+    from sklearn.metrics import f1_score
+    from fastbench.text.task import TokenAccuracy
+    def f1(preds, targets): return f1_score(targets[keep := targets != -100], preds[keep], average='macro')
+    rows = [(o.split(), ['B-X' if w[0] in 'bd' else 'O' for w in o.split()]) for o in TEXTS]
+    task = TokenClassification(['O', 'B-X'])
+    learn = small(task_dls(task, rows, rows, tok, max_length=40, bs=8, loader='sorted', device='cpu'), 'bert-tiny', None)
+    again = hf_learner(learn.dls, learn.model, pretrained=True, metrics=[AccumMetric(f1, dim_argmax=-1), TokenAccuracy, Perplexity, *task.metrics(), lambda p, y: 0.])
+    with again.no_bar(): got, (preds, targs) = again.validate(), again.get_preds()
+    keep = targs != -100
+    assert got[1] == pytest.approx(f1_score(targs[keep], preds.argmax(-1)[keep], average='macro'))

@@ -16,7 +16,8 @@ import torch
 from fastai.data.core import DataLoaders
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation
-from fastai.metrics import accuracy, error_rate
+from fastai.learner import AvgLoss, AvgMetric, mk_metric
+from fastai.metrics import AccumMetric, LossMetric, foreground_acc
 from fastai.torch_core import find_bs, nested_reorder
 from fastcore.basics import noop, patch
 from fastcore.foundation import L
@@ -36,6 +37,7 @@ from .splitter import hf_splitter, layer_decay, layer_groups
 from .task import find_task
 from .tokenize import BatchTokenizer, find_tokenizer
 import fastbench.distributed.learner  # adds to_distributed
+from ..train.fast_callbacks import LeanMetric
 from ..train.learner import BenchLearner, find_device
 
 # %% ../../nbs/text/20_learner.ipynb #264422d6
@@ -177,13 +179,20 @@ def _prepare(m, dls, task, attn, packed):
     m.config.id2label,m.config.label2id = dict(enumerate(names)),{o: i for i,o in enumerate(names)}
 
 # %% ../../nbs/text/20_learner.ipynb #chkmet02
+def _padding_counts(o):
+    "Return whether it is a metric, or wraps one, that does not know of places without a target"
+    while type(o) in (AvgMetric, LeanMetric, AccumMetric, partial): o = o.func
+    if isinstance(o, (AvgLoss, LossMetric)) or o is foreground_acc: return False  # of a loss; knows bkg_idx=-100
+    return str(getattr(o, '__module__', '')).startswith(('fastai.metrics', 'sklearn.', 'scipy.'))
+
 def _check_metrics(metrics, task):
     "Refuse metrics that count places without a target as wrong"
     if not (task.per_token or task.head == 'seq2seq'): return
-    for o in metrics if isinstance(metrics, (list, tuple, L)) else [metrics]:
-        if o in (accuracy, error_rate):
-            raise UserError(f'{o.__name__} counts padding and other places without a target as wrong: take '
-                            'fastbench.text.task.TokenAccuracy()')
+    for o in map(mk_metric, metrics if isinstance(metrics, (list, tuple, L)) else [metrics]):
+        if _padding_counts(o):
+            raise UserError(f'{o.name} counts padding and other places without a target as wrong: take '
+                            'fastbench.text.task.TokenAccuracy(), or AccumMetric(f, dim_argmax=-1) with an f(preds, '
+                            'targets) of your own that leaves out targets of -100')
 
 # %% ../../nbs/text/20_learner.ipynb #08ee8ea1
 @delegates(BenchLearner)
