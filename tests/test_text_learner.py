@@ -167,6 +167,55 @@ def test_a_data_block_will_do(df, tok):
     assert learn.task.kind == 'single' and learn.predict('good ba')[0] in ('good', 'bad')
 
 
+def block_learner(df, tok, get_x):
+    from fastai.data.block import CategoryBlock, DataBlock
+    from fastai.data.transforms import ColReader, RandomSplitter
+    block = DataBlock((HFTextBlock(tok, max_length=32), CategoryBlock), get_x=get_x, get_y=ColReader('label'), splitter=RandomSplitter(seed=1))
+    return small(block.dataloaders(df, bs=16, num_workers=0, device='cpu'), config=dict(initializer_range=.1))  # answers far apart
+
+
+def reads():
+    from fastai.data.transforms import ColReader
+    return dict(function=lambda r: r['other']+' bad', column=ColReader('other'), added=ColReader('other', suff=' bad'), pair=ColReader(['other', 'text']), pair_of_function=lambda r: (r['other'], r['text']))
+
+
+@pytest.mark.parametrize('name', list(reads()))
+def test_a_table_is_predicted_as_it_was_read(df, tok, name, tmp_path):
+    "By a `DataBlock`: not its column of labels, nor one that is called 'text'; without the function only columns are known"
+    df = df.assign(other=df.text[::-1].tolist())
+    learn = block_learner(df, tok, reads()[name])
+    want = dict(function=df.other + ' bad', column=df.other, added=df.other + ' bad').get(name, pd.Series(list(zip(df.other, df.text)))).tolist()
+    def same(a, b): assert len(a) == len(b); [torch.testing.assert_close(o[2], p[2], rtol=1e-4, atol=1e-5) for o, p in zip(a, b)]
+    alone = [learn.model.eval()(dict(tok(*([o] if isinstance(o, str) else o), return_tensors='pt', truncation=True, max_length=32)))[0].softmax(-1).detach() for o in want[:5]]
+    same(learn.predict(df[:5]), [(0, 0, o) for o in alone])
+    same(learn.predict(want[:5]), [(0, 0, o) for o in alone])
+    if 'pair' in name: same(learn.predict(list(map(list, want[:5]))), [(0, 0, o) for o in alone])
+    same([learn.predict(want[2])], [(0, 0, alone[2])])
+    assert min((a-b).abs().max() for i, a in enumerate(alone) for b in alone[:i]) > 1e-3 and learn.predict(df[:0]) == [] and len(learn.predict(('good', 'bad') if 'pair' in name else ['good', 'bad'])) == (3 if 'pair' in name else 2)
+    again = load_hf_learner(learn.export(tmp_path/'o'), device='cpu')
+    same(again.predict(want[:5]), [(0, 0, o) for o in alone])
+    same([again.predict(want[2])], [(0, 0, alone[2])])
+    if name in ('column', 'pair'): same(again.predict(df[:5]), [(0, 0, o) for o in alone])
+    else:
+        for f in (again.predict, again.dls.test_dl):
+            with pytest.raises(UserError, match='nothing says which column of a table holds the texts') as e: f(df[:5])
+            one_line(e)
+
+
+def test_a_table_without_the_column_of_a_data_block(df, tok):
+    from fastai.data.transforms import ColReader
+    with pytest.raises(UserError, match="unknown column 'text'; did you mean 'txt'") as e: block_learner(df, tok, ColReader('text')).predict(df.rename(columns=dict(text='txt')))
+    one_line(e)
+
+
+def test_a_table_for_a_data_block_of_texts(df, tok):
+    "Not made of a table: the column 'text' is read, as in every other case"
+    from fastai.data.block import CategoryBlock, DataBlock
+    block = DataBlock((HFTextBlock(tok, max_length=32), CategoryBlock), get_y=lambda o: o.split()[-1])
+    learn = small(block.dataloaders(df.text.tolist(), bs=16, num_workers=0, device='cpu'))
+    assert [o[0] for o in learn.predict(df[:5])] == [o[0] for o in learn.predict(df.text[:5].tolist())]
+
+
 # Faults
 
 def test_data_without_labels_or_tokenizer(df, tok):

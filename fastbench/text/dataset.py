@@ -66,7 +66,7 @@ class TextDataset:
     def like(self, items # A string, strings, pairs, a Series, or a DataFrame with the same columns
         )->'TextDataset': # Without labels
         "Return a data set of more texts, to predict"
-        if isinstance(items, pd.DataFrame): items = texts_of(items, self.cols or ('text',))
+        if isinstance(items, pd.DataFrame): items = texts_of(items, ('text',) if self.cols is None else self.cols)
         return TextDataset([items] if isinstance(items, str) else list(items), vocab=self.vocab, cols=self.cols)
 
 # %% ../../nbs/text/04_dataset.ipynb #1c71496d
@@ -92,6 +92,9 @@ def texts_of(df, # A DataFrame
     )->list:
     "Return the texts of a DataFrame"
     cols = check_columns(df, cols)
+    if not cols:
+        raise UserError('nothing says which column of a table holds the texts: a function of your own read them from '
+                        'it, or text_col names none. Give the texts in a list')
     texts = [df[o].tolist() for o in cols]
     return texts[0] if len(cols) == 1 else list(zip(*texts))
 

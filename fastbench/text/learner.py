@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from fastai.data.core import DataLoaders
+from fastai.data.core import DataLoaders, Datasets, test_set
+from fastai.data.transforms import ColReader
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation
 from fastai.learner import AvgLoss, AvgMetric, mk_metric
@@ -29,7 +30,8 @@ from ..errors import UserError
 from . import classify, lm, qa, seq2seq, tokens # their tasks register themselves
 from .hf import decoder_positions, hf_model, hf_quiet
 from .check import CheckPacked, check_packed, check_padding
-from .dataset import TextDataset
+from .data import _AsText
+from .dataset import TextDataset, check_columns
 from .gather import GatherRows, joined_rows
 from .loader import TextDL
 from .packed import fast_attention
@@ -64,28 +66,58 @@ class CountTexts(Callback):
 
 # %% ../../nbs/text/20_learner.ipynb #aba66cd1
 def _pairs(dls):
-    cols = getattr(dls.train_ds, 'cols', None)
+    ds = dls.train_ds
+    if 'pairs' in vars(dls): return dls.pairs
+    cols = None if isinstance(ds, Datasets) else getattr(ds, 'cols', None)  # it asks its transforms, also of targets
     if cols: return not isinstance(cols, str) and len(cols) == 2
-    first = dls.train_ds[0] if len(dls.train_ds) else ''
+    first = ds[0] if len(ds) else ''
     return not isinstance(first, (str, dict)) and not isinstance(first[0], str)
 
+def _reads_rows(ds): return isinstance(ds, Datasets) and ds.tls[0].types[0] is pd.Series
+
+def _block_cols(ds):
+    "Return the columns of a `DataBlock`'s texts: none if a function makes them, None if it was given texts or files"
+    if not _reads_rows(ds): return None if ds.tls[0].types[0] in (str, type(Path())) else []
+    reader,*rest = ds.tls[0].tfms.fs
+    if type(reader) is not ColReader or any(type(o) is not _AsText for o in rest): return []
+    if reader.pref or reader.suff or reader.label_delim: return []
+    return list(reader.cols) if all(isinstance(o, str) for o in reader.cols) else []
+
 def _cols(dls):
-    cols = getattr(dls.train_ds, 'cols', None) or ('text',)
+    ds = dls.train_ds
+    cols = _block_cols(ds) if isinstance(ds, Datasets) else getattr(ds, 'cols', None)
+    if cols is None: return ['text']
     return [cols] if isinstance(cols, str) else list(map(str, cols))
 
 # %% ../../nbs/text/20_learner.ipynb #196187ec
+def _examples_of(learn, df):
+    "Return the examples of a table, read as the data were"
+    ds,cols = learn.dls.train_ds,_cols(learn.dls)
+    if not len(df): return []
+    if not _reads_rows(ds): return learn.task.examples_of(df, cols)
+    check_columns(df, cols)
+    got = test_set(learn.dls.valid_ds, df)
+    return [got[i][0] for i in range(len(got))]
+
+def _as_made(ds, pairs):
+    "Return pairs of the type that a `DataBlock` makes, which it does not read once more"
+    kind = ds.tls[0].types[-1] if isinstance(ds, Datasets) else None
+    return [kind(o) if isinstance(o, (tuple, list)) else o for o in pairs] if kind in (tuple, list) else pairs
+
 @patch
 def predict(self:HFLearner, item, # A text (or a pair as a tuple), a list of them, or a DataFrame
             **kwargs, # For `get_preds`
     ): # (answer, decoded tensor, probabilities), or a list of these
     "Predict a text, or several"
     if hasattr(item, '__next__'): item = list(item)
-    if isinstance(item, pd.DataFrame): item = self.task.examples_of(item, _cols(self.dls))
-    one = hasattr(item, '__len__') and self.task.is_one(item, _pairs(self.dls))
+    if isinstance(item, pd.DataFrame): item = _examples_of(self, item)
+    pairs = _pairs(self.dls)
+    one = hasattr(item, '__len__') and self.task.is_one(item, pairs)
     if not one and (not hasattr(item, '__len__') or isinstance(item, (bytes, dict, set))):
         raise UserError(f'{repr(item)[:60]} is not a text: give a text, a list of texts, or a table')
     items = [item] if one else item
     if not len(items): return []
+    if pairs: items = _as_made(self.dls.train_ds, items)
     res = self.task.predict(self, items, **kwargs)
     return res[0] if one else res
 
@@ -318,6 +350,7 @@ def load_hf_learner(folder, # What `export` wrote
     empty = TextDataset([], vocab=task.vocab, cols=info['cols'])
     dl = TextDL(empty, tokens, bs)
     dls = DataLoaders(dl, dl.new())
+    if not info['cols']: dls.pairs = info['pairs']
     dls.to(find_device(device))
     dls.info = dict(labels=getattr(task, 'kind', None), max_length=info['max_length'])
     model.per_token,model.writes = task.per_token,task.head == 'seq2seq'
