@@ -5961,6 +5961,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastbench.train.quiet.quiet': ('train/quiet.html#quiet', 'fastbench/train/quiet.py')},
             'fastbench.train.rehearsal': { 'fastbench.train.rehearsal._copied': ( 'train/rehearsal.html#_copied',
                                                                                   'fastbench/train/rehearsal.py'),
+                                           'fastbench.train.rehearsal._has_numbers': ( 'train/rehearsal.html#_has_numbers',
+                                                                                       'fastbench/train/rehearsal.py'),
                                            'fastbench.train.rehearsal._is_known': ( 'train/rehearsal.html#_is_known',
                                                                                     'fastbench/train/rehearsal.py'),
                                            'fastbench.train.rehearsal._is_ours': ( 'train/rehearsal.html#_is_ours',

@@ -21,7 +21,7 @@ from torch import nn
 
 import fastbench.draw.diagnose  # adds diagnose_input
 from fastbench.train.batch_size import BatchSize, _Room, _search, free, is_oom, only_new_collected, parse_memory
-from fastbench.train.rehearsal import again
+from fastbench.train.rehearsal import again, attributes_kept
 from fastbench.callback.amp import MixedPrecision
 from fastbench.callback.channelslast import ChannelsLast
 from fastbench.callback.checkpointing import GradientCheckpointing
@@ -187,6 +187,16 @@ def test_a_loss_function_is_left_as_it_was(kind, tried):
     tried(learn)
     assert inner.c.eq(0).all() and inner.w.eq(1).all() and inner.avg.eq(0).all() and (inner.n, inner.seen, loss.n, learn.model.count) == (0, [], 0, 0)
     assert learn.loss_func is loss and inner.w.grad is None
+
+
+def test_attributes_that_cannot_be_written_are_left_alone():
+    m = nn.Linear(2, 2)
+    m.mask, m.nowhere, m.sparse, m.seen = torch.ones(1).expand(5), torch.ones(3, device='meta'), torch.eye(3).to_sparse(), dict(n=1)
+    was = dict(vars(m))
+    with attributes_kept(m):
+        m.seen['n'], m.more = 2, 3
+        m.mask = None
+    assert vars(m) == was and m.mask is was['mask'] and m.seen == dict(n=1)
 
 
 @pytest.mark.parametrize('tried', [lambda o: o.find_batch_size(max=8), lambda o: o.diagnose_input(.5)], ids=['find_batch_size', 'diagnose_input'])

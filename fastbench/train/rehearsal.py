@@ -54,6 +54,7 @@ def counting(dl # A loader
     found = [*getattr(own.get('after_batch'), 'fs', ()), own.get('cache')]
     return [f for f in found if hasattr(type(f), 'state_dict') and hasattr(type(f), 'load_state_dict')]
 
+# %% ../../nbs/train/08_rehearsal.ipynb #rehcntk1
 @contextmanager
 def counts_kept(dls # Loaders
     ):
@@ -73,19 +74,24 @@ def stateful_parts(o # A model or a loss function
     return [('', o), *((f'{k}.{name}', m) for k,v in vars(o).items() if isinstance(v, nn.Module)
                        for name,m in v.named_modules())]
 
+# %% ../../nbs/train/08_rehearsal.ipynb #rehcopy1
+def _has_numbers(o): return isinstance(o, torch.Tensor) and o.layout == torch.strided and not o.is_meta
+
 def _copied(o):
-    if isinstance(o, torch.Tensor): return o.detach().to('cpu', copy=True)
+    if _has_numbers(o): return o.detach().to('cpu', copy=True)
     return o.copy() if type(o) in (list, dict, set) else None
 
 @torch.no_grad()
 def _put_back(o, copy):
-    if isinstance(o, torch.Tensor): o.copy_(copy)
+    if _has_numbers(o):
+        if not torch.equal(o.cpu(), copy): o.copy_(copy)  # one that was expanded cannot be written
     elif type(o) is list: o[:] = copy
     elif type(o) in (dict, set):
         o.clear()
         o.update(copy)
     return o
 
+# %% ../../nbs/train/08_rehearsal.ipynb #rehattk1
 @contextmanager
 def attributes_kept(o # A model or a loss function
     ):
@@ -123,6 +129,7 @@ def _loss_models(learn):
     found = [f] if isinstance(f, nn.Module) else [o for _,o in stateful_parts(f)][1:]
     return [o for o in found if o is not learn.model]
 
+# %% ../../nbs/train/08_rehearsal.ipynb #rehothk1
 @contextmanager
 def others_kept(learn, # A Learner
                 *dls): # Loaders that batches are drawn from

@@ -156,6 +156,7 @@ def _attributes(o):
         for k,v in vars(m).items():
             if k[0] != '_' and k != 'training': yield f'{name}/{k}',v
 
+# %% ../../nbs/train/11_state.ipynb #laynum01
 def layer_numbers(o # A model that was not trained yet, or a loss function
     )->dict:
     "Numbers and texts in plain attributes of layers"
@@ -166,6 +167,7 @@ def _between(o, since):
     return {k: to_plain(v) for k,v in _attributes(o)
             if _holds_tensor(v) or type(v) in _values and k in since and v != since[k]}
 
+# %% ../../nbs/train/11_state.ipynb #ownmod01
 def own_model(model # The Learner's, in a fit or not
     )->nn.Module:
     "The model inside of DDP or of DeepSpeed's engine"
@@ -311,6 +313,7 @@ def loss_of(learn): # A Learner, in a fit or not
     f = vars(learn).get('loss_func')
     return vars(f.__self__)['old_lf'] if isinstance(f, MethodType) and 'old_lf' in vars(f.__self__) else f
 
+# %% ../../nbs/train/11_state.ipynb #lossstat1
 def _stateful(learn):
     "What else has a state: the scaler of mixed precision, a loss function with weights"
     for k,o in dict(scaler=vars(learn).get('scaler'), loss_func=loss_of(learn)).items():
