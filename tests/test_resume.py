@@ -577,6 +577,15 @@ def test_the_checkpoint_of_another_training_is_refused(change, why, kept):
     assert re.search(why, got) and got.count('\n') == 0 and 'is of another training' in got
 
 
+class Watches(Callback):
+    def after_step(self): pass
+
+
+def test_a_callback_without_a_state_may_be_left_out(tmp_path):
+    assert in_child(said, tmp_path, lambda path: make(path, cbs=Watches()), 1) == []
+    assert 'fit 1 was finished' in in_child(partial(said, resume=True), tmp_path)[0]
+
+
 def test_texts_in_another_kind_of_batches_are_another_training(tmp_path):
     assert in_child(said, tmp_path, text_learner, 1) == []
     got = in_child(partial(said, resume=True), tmp_path, partial(text_learner, loader='budget'))

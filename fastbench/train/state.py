@@ -288,6 +288,7 @@ def callback_state(cb # A callback
     "The state of a callback"
     if _speaks(cb): return dict(own=own) if (own := to_plain(cb.state_dict())) else {}
     values = {k: v for k,v in vars(cb).items() if k[0] != '_' and k not in _clocks}
+    if values.get('run') is True: del values['run']  # fastai says so of each after a fit
     metrics = {k: metric_state(v) for k,v in values.items() if isinstance(v, Metric)}
     plain = _plain_of(values, {*signature(type(cb).__init__).parameters, *metrics, 'learn'})
     log = _log_of(cb)
