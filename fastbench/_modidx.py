@@ -5615,6 +5615,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fastbench/train/batch_size.py'),
                                             'fastbench.train.batch_size._tensors': ( 'train/batch_size.html#_tensors',
                                                                                      'fastbench/train/batch_size.py'),
+                                            'fastbench.train.batch_size._tokens': ( 'train/batch_size.html#_tokens',
+                                                                                    'fastbench/train/batch_size.py'),
                                             'fastbench.train.batch_size._try': ( 'train/batch_size.html#_try',
                                                                                  'fastbench/train/batch_size.py'),
                                             'fastbench.train.batch_size._whole': ( 'train/batch_size.html#_whole',

@@ -189,6 +189,17 @@ def test_a_loss_function_is_left_as_it_was(kind, tried):
     assert learn.loss_func is loss and inner.w.grad is None
 
 
+@pytest.mark.parametrize('loader, tokens', [('sorted', None), ('budget', 8*26), ('packed', 8*26)])
+def test_a_loader_that_counts_tokens_is_told_how_many(loader, tokens):
+    from fastbench.text.data import hf_dls
+    from fastbench.text.learner import hf_learner
+    from test_text_data import WORDS, make_tokenizer
+    rows = [(' '.join(WORDS[:24]), 'ab'[i % 2]) for i in range(60)]
+    budget = dict(bs=4) if loader == 'sorted' else dict(max_tokens=100)
+    found = hf_learner(hf_dls(rows, make_tokenizer(), loader=loader, workers=0, device='cpu', **budget), 'bert-tiny', pretrained=False).find_batch_size(max=8)
+    assert (found, found.max_tokens) == (8, tokens)
+
+
 def test_attributes_that_cannot_be_written_are_left_alone():
     m = nn.Linear(2, 2)
     m.mask, m.nowhere, m.sparse, m.seen = torch.ones(1).expand(5), torch.ones(3, device='meta'), torch.eye(3).to_sparse(), dict(n=1)

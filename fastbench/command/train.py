@@ -106,7 +106,8 @@ def find_batch_size(
         bs = bench_learner(recipe, device=device, offline=offline).find_batch_size(max=maximum, memory=memory)
     if as_json:
         return print_json(dict(recipe=recipe.name, precision=recipe.precision, batch_size=int(bs), seconds=bs.seconds,
-                               peak=bs.peak, why=bs.why))
+                               peak=bs.peak, why=bs.why, max_tokens=bs.max_tokens))
     peak = f', {bs.peak/2**20:,.0f} MiB held by the process at its peak' if bs.peak else ''
     print(f'{bs}\n  a step of it took {bs.seconds:.3g} s ({bs/bs.seconds:,.0f} samples/s){peak}')
+    if bs.max_tokens: print(f'  its loader counts tokens: max_tokens={bs.max_tokens}')
     print(f'  no larger one: {bs.why}')

@@ -150,6 +150,8 @@ def _tensors(o):
     elif isinstance(o, (tuple, list)): yield from (t for x in o for t in _tensors(x))
     elif hasattr(o, 'values'): yield from (t for x in o.values() for t in _tensors(x))
 
+def _tokens(b): return next(_tensors(b)).numel()
+
 # %% ../../nbs/train/09_batch_size.ipynb #6092eb5c
 def _rows(b, n, bs):
     "Of a batch of `n` samples, `bs`"
@@ -265,8 +267,8 @@ def _try(learn, batch):
 
 # %% ../../nbs/train/09_batch_size.ipynb #e96db039
 class BatchSize(int):
-    "A batch size, with the time and memory of its step"
-    seconds,peak,tries,why = None,None,(),''
+    "A batch size, with the time and memory of its step; `max_tokens` if the loader counts tokens, padding included"
+    seconds,peak,tries,why,max_tokens = None,None,(),'',None
 
 # %% ../../nbs/train/09_batch_size.ipynb #6e9d6c49
 def _drop_frames(e, device):
@@ -296,7 +298,7 @@ def find_batch_size(self:Learner,
     max:int=None, # Largest to be tried; None: all samples of the training set
     memory=None, # Limit of what the process may hold on the device it trains on: '4GB', bytes; None: what there is
     headroom:float=.05, # Share of it to be left free
-    )->int: # A `BatchSize`: also seconds and peak (bytes) of its step, the tries, and why there is no larger one
+    )->int: # A `BatchSize`: also seconds, peak (bytes), tries, why there is no larger one, and `max_tokens`
     "The largest batch that trains a full step here; the Learner is left as it was"
     dl = self.dls.train
     n = _n_items(dl)
@@ -321,7 +323,9 @@ def find_batch_size(self:Learner,
         stack.enter_context(room.bounded())
         best = _search(lambda bs: _fits(self, room, tries, bs, batch, rows), start, most)
     free(device)
-    return _result(best, tries, room, most, n)
+    res = _result(best, tries, room, most, n)
+    if isinstance(dl, DataLoader) and vars(dl).get('max_tokens'): res.max_tokens = _tokens(_rows(batch, rows, best))
+    return res
 
 # %% ../../nbs/train/09_batch_size.ipynb #ae6015e6
 def _fits(learn, room, tries, bs, batch, rows):
