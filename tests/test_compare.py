@@ -45,7 +45,7 @@ def make(i=0, side=0, scale=1., spread=.005, n=30, accuracy=.9, peak=5e8, status
                precision=dict(asked=precision, effective=precision), device=dict(kind='cpu', name='EPYC', memory=1), environment=env)
 
 
-def side(which=0, n=10, **kwargs): return [make(i, which, **kwargs) for i in range(n)]
+def side(which=0, n=10, steps=30, **kwargs): return [make(i, which, n=steps, **kwargs) for i in range(n)]
 
 
 def row(c, *at): return next(r for r in c.rows if (r['phase'], r['action']) == at)
@@ -133,6 +133,40 @@ def test_other_amounts_of_work_are_not_compared_by_the_seconds_of_a_fit(field, a
     c = compare(side(**{field: a}), side(1, n=10, **{field: b}), on=field)
     assert not any(r['phase'] in ('overall', 'fit') for r in c.rows) and row(c, 'train', 'samples/s') and overall(c.verdicts) is c.verdicts['train', 'samples/s']
     assert any(f'did not do the same amount of work ({field} {a} / {b}), so seconds of the fit are not compared' in o for o in c.notes) and 'overall' not in c.title and 'a sample' in c.title
+
+
+def begun(runs, seconds):
+    "The same Runs, whose loader took so long to start in all epochs together"
+    for r in runs: r.profile['outside']['train']['start'] = [2, seconds*r.seconds]
+    return runs
+
+
+def test_totals_of_a_fit_are_not_compared_between_fits_of_different_length():
+    a, b = begun(side(epochs=2), .2), begun(side(1, epochs=4), .4)
+    c = compare(a, b, on='epochs')
+    assert 'start' not in [r['action'] for r in c.rows] and not c.slower_than(.05)
+    assert row(compare(a, begun(side(1, epochs=2), .4)), 'train', 'start')['verdict'] == 'slower'
+
+
+def test_a_first_step_is_not_compared_with_others():
+    "The only step of an epoch in B is warm-up"
+    c = compare(side(), side(1, n=10, phases={k: v*8 for k, v in PHASES.items()}, steps=1, bs=512), on='bs')
+    assert ('train', 'step') not in c.verdicts and any('not every Run has it: train step' in o and 'train forward' in o for o in c.notes)
+    both = compare(side(steps=1), side(1, steps=1))
+    assert [r['action'] for r in both.rows] == ['fit', 'process']
+
+
+def test_batches_of_another_size_are_judged_by_the_fit():
+    c = compare(side(bs=64), side(1, bs=128, scale=1.5), on='bs')
+    assert row(c, 'train', 'step')['verdict'] == 'slower' and c.slower_than(.05) == [('overall', 'fit')]
+    less = compare(side(bs=64, epochs=1), side(1, bs=128, epochs=2, scale=1.5), on=['bs', 'epochs'])
+    assert less.slower_than(.05) == [('train', 'samples/s')]
+
+
+@pytest.mark.parametrize('on', ['data.n_train', 'data', 'sample'])
+def test_more_data_is_more_work_by_whichever_name(on):
+    c = compare(side(sample=1., data=dict(n_train=1438)), side(1, scale=2., sample=.5 if on == 'sample' else 1., data=dict(n_train=2876)), on=on)
+    assert ('overall', 'fit') not in c.verdicts and any('did not do the same amount of work' in o for o in c.notes)
 
 
 def test_a_narrow_terminal_promises_no_column_that_is_empty():

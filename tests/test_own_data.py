@@ -14,6 +14,7 @@ from fastbench.bench.run import run_recipe
 from fastbench.command.terminal import print_run
 from fastbench.compare.ab import ab_recipes
 from fastbench.compare.sides import differences, said
+from fastbench.data.table import read_rows
 from fastbench.errors import UserError
 from fastbench.machine.download import DataUnavailable
 from fastbench.data import fingerprint
@@ -367,6 +368,15 @@ def test_bad_tables_of_texts(tmp_path, monkeypatch):
     data = write(df, tmp_path/'a.parquet')
     monkeypatch.setitem(sys.modules, 'pyarrow', None)
     assert "pip install 'fastbench[table]'" in refuses('Parquet needs pyarrow', bert, data=data)
+
+
+def test_lines_of_json_end_at_a_line_feed_alone(tmp_path):
+    "A text may hold other signs that end a line, which JSON need not escape"
+    odd = [f'a{o}b' for o in '\u2028\u2029\x85\x1c']
+    (f := tmp_path/'a.jsonl').write_text('\n'.join(json.dumps(dict(text=o), ensure_ascii=False) for o in odd) + '\r\n', encoding='utf-8', newline='')
+    assert read_rows(f).text.tolist() == odd
+    f.write_text('{"text": "x"}\n\n{"text": "y"\n')
+    with pytest.raises(UserError, match='cannot be read: line 3: Expecting'): read_rows(f)
 
 
 def test_too_little_that_is_left(tmp_path):

@@ -19,6 +19,7 @@ from fastbench.page.html import clean, csv_text, drawn, file_name
 from fastbench.page.raw import Seen, epochs_csv, fields, shared_fields
 from fastbench.measure.phases import Profile, to_dict
 from fastbench.measure.table import seconds
+from fastbench.compare.runs import compare
 from fastbench.errors import UserError
 from fastbench.recipe import Recipe
 from fastbench.runs.record import Run
@@ -344,6 +345,15 @@ def test_pictures_of_many_runs_say_how_many_they_show(html):
     said = re.findall('<title[^>]*>([^<]*)', html)
     for name in ('How long steps of training take', 'Peak memory', 'accuracy against seconds', 'Time line of B1'):
         assert any(o.startswith(name) and 'B1' in o for o in said), (name, said)
+
+
+def test_a_card_and_the_comparison_say_the_same_seconds():
+    a, b = ([made(i, o, scale=1 + .8*i) for i in range(6)] for o in (0, 1))
+    c, page = compare(a, b), report(b, against=a).html
+    cards = re.sub('<[^>]*>', ' ', re.search('id="glance">(.*?)</section>', page, re.S)[1])
+    for key in (('overall', 'fit'), ('train', 'step'), ('train', 'samples/s')):
+        r = next(c.shown(o) for o in c.rows if (o['phase'], o['action']) == key)
+        assert f" {r['a']} " in cards and f" {r['b']} " in cards, (key, r['a'], r['b'], cards)
 
 
 def test_no_extreme_is_lost():

@@ -84,7 +84,8 @@ def _compare_rows(a, b, at, paired, threshold, level, same_work):
     "A dict a row, the verdicts as of times, and what is not compared"
     va,vb = map(lambda s: [run_values(o) for o in s], (a, b))
     keys,some,tiny = shared_keys(va, vb, at)
-    if not same_work: keys = [k for k in keys if k[0] not in ('overall', 'fit')]
+    if not same_work:  # totals of a fit would be of different work
+        keys = [k for k in keys if k[0] not in ('overall', 'fit') and not any(o[k].get('once') for o in (*va, *vb))]
     vs = _judged(va, vb, keys, paired, threshold, level)
     return [_compare_row(k, v, va, vb) for k,v in vs.items()],vs,some,tiny
 
@@ -125,7 +126,7 @@ class Compared(Table):
         self.differences,self.environment,self.meant = differences(_known(a), _known(b), on)
         if self.differences and not anyway: _refuse(self.differences)
         na,nb,self.paired,left = _good(a, b, paired)
-        self.work = [d for d in self.meant + self.differences if d['field'] in AMOUNT]
+        self.work = [d for d in self.meant + self.differences if d['field'].split('.')[0] in AMOUNT]
         self.rows,self.verdicts,some,tiny = _compare_rows(na, nb, least, self.paired, threshold, level, not self.work)
         self.accuracy = accuracies(na, nb, self.paired)
         self.price = self._priced(na, nb, price)
@@ -154,11 +155,15 @@ def faster_but_worse(self:Compared): # 'a', 'b' or None
     return {('faster', 'worse'): 'b', ('slower', 'better'): 'a'}.get((v.verdict, acc['verdict']))
 
 # %% ../../nbs/compare/03_runs.ipynb #gated002
+def _sizes(runs): return sorted({o.recipe.get('bs') or 0 for o in runs})
+
 @patch
 def _times(self:Compared, least):
     "Verdicts on times that weigh at least `least`"
-    times = {(r['phase'], r['action']) for r in self.rows if r['kind'] == 'time' and r['share'] >= least}
-    return {k: v for k,v in self.verdicts.items() if k in times}
+    steps = () if _sizes(self.a) == _sizes(self.b) else ('train', 'valid')
+    times = {(r['phase'], r['action']) for r in self.rows
+             if r['kind'] == 'time' and r['share'] >= least and r['phase'] not in steps}
+    return {k: v for k,v in self.verdicts.items() if k in times or v is overall(self.verdicts)}
 
 @patch
 def slower_than(self:Compared, limit, # A share: .05 is 5%
@@ -220,7 +225,7 @@ def _about(self:Compared, a, b):
         yield (f"the sides did not do the same amount of work ({'; '.join(map(said, self.work))}), so seconds of the "
                'fit are not compared: samples/s, steps and accuracy are')
     if self.meant: yield 'compared on purpose: ' + '; '.join(map(said, self.meant))
-    sizes = [sorted({o.recipe.get('bs') or 0 for o in side}) for side in (a, b)]
+    sizes = [_sizes(a),_sizes(b)]
     if sizes[0] != sizes[1]:
         yield (f'a step is a batch, of {sizes[0]} samples in A and {sizes[1]} in B: samples/s and the rows of the fit '
                'say which is faster')

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..errors import UserError, plural, unknown
 from ..recipe import defaults_of
+from ..measure.phases import stats
 from ..runs.record import Run
 from ..runs.store import FOLDER, files, find, load, load_all, of_recipe
 
@@ -128,6 +129,8 @@ def is_intended(on, field): # on: fields that are meant to differ; field: one th
     return any(field == o or field.startswith(f'{o}.') for o in on)
 
 # %% ../../nbs/compare/02_sides.ipynb #77bfdfd2
+_implied = dict(sample=('data.n_train', 'data.n_valid', 'data.fingerprint'))  # what a field that differs changes
+
 def differences(a:list, # `Run`s
                 b:list, # `Run`s
                 on=(), # Fields that are meant to differ
@@ -138,6 +141,7 @@ def differences(a:list, # `Run`s
     known = {k for d in (*wa, *wb, *ea, *eb) for k in d}
     for o in on:
         if not any(is_intended([o], k) for k in known): raise UserError(unknown('field', o, sorted(known)))
+    on = [*on, *(k for o in on for k in _implied.get(o, ()))]
     if not any(d['field'].startswith('cores') for d in listed):  # as many cores, other threads: somebody set it
         must,listed = must + [d for d in listed if _threads(d)],[d for d in listed if not _threads(d)]
     meant = [d for d in must+listed if is_intended(on, d['field'])]
@@ -152,6 +156,11 @@ def said(d): # d: as of `differences`
     return f"{d['field']} {side(d['a'])} / {side(d['b'])}"
 
 # %% ../../nbs/compare/02_sides.ipynb #09ffacf4
+def _once_total(profile, r):
+    "Seconds of what happens a few times a fit; None: the row has nothing but warm-up steps"
+    log = profile.steps.get(r['phase'])
+    return None if log is not None and r['action'] in log.columns and stats(log, r['action'])['calls'] else r['total']
+
 def run_values(run:Run, # What was measured
     )->dict: # (phase, action) -> dict(kind, value, share): seconds; bytes of memory; samples a second
     "One value per compared quantity of a run"
@@ -160,8 +169,9 @@ def run_values(run:Run, # What was measured
     def whole(kind, value): return dict(kind=kind, value=value, share=1.)
     res = {('overall', 'fit'): whole('time', f.seconds)} if f.seconds else {}
     for r in p.rows if p else ():
-        at,value = (r['phase'], r['action']),r['mean'] or r['total']
-        if value and at != ('fit', 'fit'): res[at] = dict(kind='time', value=value, share=r['share'] or 0.)
+        at,value = (r['phase'], r['action']),r['mean'] or _once_total(p.profile, r)
+        if value and at != ('fit', 'fit'):
+            res[at] = dict(kind='time', value=value, share=r['share'] or 0., once=not r['mean'])
         if at == ('train', 'step') and f.rate: res['train', 'samples/s'] = whole('throughput', f.rate)
     if f.device_memory: res['memory', 'device'] = whole('memory', f.device_memory)
     if f.host_memory: res['memory', 'process'] = whole('memory', f.host_memory)

@@ -17,10 +17,15 @@ def _csv(sep):
     as_is = dict(dtype=str, keep_default_na=False, na_values=[''], encoding='utf-8-sig')
     return lambda pd, file: pd.read_csv(file, sep=sep, **as_is)
 
+def _json_line(i, line):
+    try: return json.loads(line)
+    except ValueError as e: raise ValueError(f'line {i}: {e}') from None
+
 def _json(pd, file):
     text = file.read_text('utf-8-sig')
     try: rows = json.loads(text)
-    except ValueError: rows = [json.loads(o) for o in text.splitlines() if o.strip()]  # lines of JSON
+    except ValueError:  # lines of JSON; texts may hold other signs that end a line
+        rows = [_json_line(i, o) for i,o in enumerate(text.split('\n'), 1) if o.strip()]
     if isinstance(rows, dict) and not any(isinstance(o, (list, dict)) for o in rows.values()): rows = [rows]  # one line
     return pd.DataFrame(rows, dtype=object)
 

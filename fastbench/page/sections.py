@@ -14,6 +14,7 @@ from statistics import mean
 from fastcore.basics import uniqueify
 
 from ..compare.runs import Compared
+from ..compare.verdict import geometric
 from .charts import _is_finite, metric_of
 from .html import drawn, h, shortened, table
 from .raw import Seen, as_text
@@ -87,9 +88,9 @@ def format_metric(v, # A value of a metric
 # %% ../../nbs/page/03_sections.ipynb #4df862bf
 def _mib(b): return f'{b/2**20:,.0f} MiB'
 
-def _spread(xs, form):
+def _spread(xs, form, middle=geometric):
     "Format the mean and the range"
-    text,low,high = (form(f(xs)) for f in (mean, min, max))
+    text,low,high = (form(f(xs)) for f in (middle, min, max))
     return text if low == high else f'{text} ({low} to {high})'
 
 def _bdi(o, n=48): return h.bdi(shortened(o, n))
@@ -145,7 +146,8 @@ def _facts(side, metric):
     each = [('step', [f.step for f in timed], seconds), ('samples/s', [f.rate for f in timed], rate),
             (metric, [s.run.metrics.get(metric) for s in side.ok], partial(format_metric, name=metric)),
             ('memory', [f.host_memory for f in timed], _mib)]
-    return [(k, _spread(xs, form)) for k,vs,form in each if (xs := [v for v in vs if _is_finite(v)])]
+    found = [(k, [v for v in vs if _is_finite(v)], form) for k,vs,form in each]
+    return [(k, _spread(xs, form, mean if k == metric else geometric)) for k,xs,form in found if xs]
 
 def _told_fit(fit, side):
     if not fit: return f"{plural(len(side.all), 'Run')}, none that went well"
@@ -160,7 +162,7 @@ def card(side:Side, # Which
     name,fit,tags = side.about('recipe', 'name') or ['no name'],[s.run.seconds for s in side.ok],_tags(side)
     return h.div(h.h3(h.span(side.letter, cls='label'), '  ', _bdi(name[0], 60)), h.p(_where(side), cls='sub'),
                  apart and h.p(_dotted(apart), cls='sub unlike'), tags and h.p([(t, ' ') for t in tags]),
-                 h.div(seconds(mean(fit)) if fit else 'no timing', cls='big'), _note(_told_fit(fit, side)),
+                 h.div(seconds(geometric(fit)) if fit else 'no timing', cls='big'), _note(_told_fit(fit, side)),
                  h.dl([(h.dt(_bdi(k, 24)), h.dd(v)) for k,v in _facts(side, metric) if v]), cls='card')
 
 # %% ../../nbs/page/03_sections.ipynb #a0d5dd4d
