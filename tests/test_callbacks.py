@@ -340,7 +340,7 @@ def test_numbers_that_cannot_be(make, said):
     with pytest.raises(UserError, match=said): make()
 
 
-@pytest.mark.parametrize('metric, less', [('rmse', True), ('mse', True), ('mae', True), ('perplexity', True), ('valid_loss', True), ('error_rate', True), ('brier_score', True), ('accuracy', False), ('f1_score', False),
+@pytest.mark.parametrize('metric, less', [('rmse', True), ('cross_entropy', True), ('mse', True), ('mae', True), ('perplexity', True), ('valid_loss', True), ('error_rate', True), ('brier_score', True), ('accuracy', False), ('f1_score', False),
                                           ('dice', False), ('pearsonr', False), ('r2_score', False)])
 def test_which_metrics_are_better_when_they_are_less(metric, less): assert TimeToAccuracy(.5, metric).comp(.4, .5) == less
 
@@ -348,6 +348,24 @@ def test_which_metrics_are_better_when_they_are_less(metric, less): assert TimeT
 def test_images_that_grow_all_at_once():
     cb = ProgressiveResize(.5, begin=.5, end=.5)
     assert [cb.side(64, o) for o in (0., .4, .5, 1.)] == [32, 32, 64, 64]
+
+
+@pytest.mark.parametrize('cls', [Learner, BenchLearner])
+@pytest.mark.parametrize('n', [1, 3])
+def test_an_average_has_the_last_of_the_first_batches(cls, n):
+    items = [(torch.randn(4), torch.tensor(i % 2)) for i in range(16)]
+    ema = EMACallback(.5)
+    learn = cls(DataLoaders(*[DataLoader(items, bs=2)]*2), nn.Linear(4, 2), loss_func=nn.CrossEntropyLoss(), cbs=[ema, FirstBatches(n)])
+    with learn.no_bar(), learn.no_logging(): learn.fit(2)
+    assert (ema._updates, learn.train_iter) == (2*n, 2*n)
+
+
+@pytest.mark.parametrize('backend', ['aot_eager', 'inductor'])
+def test_norms_that_are_checkpointed_cannot_be_compiled(backend):
+    items = [(torch.randn(3, 8, 8), torch.tensor(i % 2)) for i in range(8)]
+    model = nn.Sequential(*[nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(nn.BatchNorm2d(3))) for _ in range(2)], nn.Flatten(), nn.Linear(192, 2))
+    learn = Learner(DataLoaders(*[DataLoader(items, bs=4)]*2), model, loss_func=nn.CrossEntropyLoss(), cbs=[GradientCheckpointing(modules=nn.Sequential), Compile(backend=backend)])
+    with learn.no_bar(), learn.no_logging(), pytest.raises(UserError, match='blocks with batch norm that GradientCheckpointing .*without Compile, or without GradientCheckpointing$'): learn.fit(1)
 
 
 class Enlarges(nn.Module):

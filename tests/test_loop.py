@@ -447,3 +447,12 @@ def test_fastai_notebooks(name, tmp_path):
     print(f'{name}: {done} cells, {len(before)} fail with fastai itself')
     new = {k: v for k, v in after.items() if k not in before}
     assert done and not new, new
+
+
+def test_the_bar_that_comes_back_is_lean():
+    "fastai's `no_bar` adds its own again"
+    from fastbench.train.learner import BenchLearner
+    learn = BenchLearner(DataLoaders(*[DataLoader([(torch.randn(4), 0)]*4, bs=2)]*2), nn.Linear(4, 2), loss_func=nn.CrossEntropyLoss())
+    before = [type(o) for o in learn.cbs]
+    with learn.no_bar(): pass
+    assert [type(o) for o in learn.cbs] == before

@@ -229,15 +229,20 @@ CASES = dict(
 )
 
 
+# whose second fit has no checkpoint before it is killed
+EARLY = dict(left_over=(lambda path: make(path, opt_func=SGD, cbs=[HalfPrecision('bf16', loss_scale='dynamic', allow_emulation=True), GradientAccumulation(24)]), lambda learn, cbs: (learn.fit(1, .05, cbs=cbs), learn.fit(2, .05, cbs=cbs))))
+
+
 def quiet(o): pass
 
 
 def train(case, path, *cbs):
     "What a training came to: all that a user sees of it, to the last bit"
-    learn = CASES[case][0](path)
+    new, fit = (CASES | EARLY)[case]
+    learn = new(path)
     with learn.no_bar(), learn.no_logging(), warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        CASES[case][1](learn, list(cbs))
+        fit(learn, list(cbs))
     rec = learn.recorder
     tensors = [*learn.model.parameters(), *learn.model.buffers()]
     res = dict(losses=[o.item().hex() for o in rec.losses], lrs=[float(o).hex() for o in rec.lrs], iters=list(rec.iters),
@@ -316,7 +321,7 @@ CASES |= dict(thawed=(partial(make, splitter=split), thawed), torch_workers=(mak
               torch_twice=(make, lambda learn, cbs: (pairs(learn, cbs), learn.fit(2, 1e-2, cbs=cbs))))
 
 
-@pytest.mark.parametrize('case, end', [('thawed', ('after_backward', 28)), *[('torch_workers', ENDS[o]) for o in ('validation', 'epoch')], ('torch_twice', ('after_backward', 36))])
+@pytest.mark.parametrize('case, end', [('thawed', ('after_backward', 28)), ('left_over', ENDS['mid']), *[('torch_workers', ENDS[o]) for o in ('validation', 'epoch')], ('torch_twice', ('after_backward', 36))])
 def test_what_an_earlier_epoch_has_changed_or_started_is_there_again(case, end, whole, tmp_path):
     assert killed_and_resumed(case, tmp_path, end) == whole(case)
 
@@ -575,6 +580,30 @@ def wider(path):
 def test_the_checkpoint_of_another_training_is_refused(change, why, kept):
     got = in_child(partial(said, resume=True, **change), kept)
     assert re.search(why, got) and got.count('\n') == 0 and 'is of another training' in got
+
+
+def test_a_stop_after_the_last_epoch_is_gone_on_from(tmp_path):
+    def go(stop):
+        learn, told = make(tmp_path), []
+        cb = CheckpointEvery(steps=100, resume=True, tell=told.append, stop=lambda: stop and len(learn.recorder.values) >= 2)
+        with learn.no_bar(), learn.no_logging(): learn.fit(2, 1e-2, cbs=cb)
+        return [cb.stopped, told]
+    assert in_child(go, True) == [True, []]
+    stopped, told = in_child(go, False)
+    assert not stopped and len(told) == 1 and 'going on from' in told[0] and read_header(checkpoints(tmp_path/'models'/'checkpoints')[-1])['done']
+    assert 'fit 1 was finished' in in_child(go, False)[1][0]
+
+
+def test_a_fit_after_one_that_was_stopped_says_that_it_does_not_begin(tmp_path):
+    def go():
+        told, learn = [], make(tmp_path)
+        learn.add_cb(CheckpointEvery(steps=100, tell=told.append, stop=lambda: True))
+        with learn.no_bar(), learn.no_logging():
+            learn.fit(1, 1e-2)
+            learn.fit(1, 1e-2)
+        return told
+    told = in_child(go)
+    assert len(told) == 1 and told[0].startswith('this fit does not begin, as the one before it was stopped')
 
 
 class Watches(Callback):

@@ -261,10 +261,11 @@ def after_cancel_fit(self:MixedPrecision): self._restore()
 # %% ../../nbs/callback/12_amp.ipynb #b738c433
 @patch
 def before_backward(self:MixedPrecision):
-    if self._grads is not None:
+    self.learn.loss_grad = self._scaler.scale(self.loss_grad)
+    left = not self.train_iter and self._scaler.is_enabled()  # of an earlier fit, which may be of another process
+    if self._grads is not None or left:
         self._scale_up(self._all_grads())
         self._grads = self._scaler.current = None
-    self.learn.loss_grad = self._scaler.scale(self.loss_grad)
 
 @patch
 def after_backward(self:MixedPrecision):

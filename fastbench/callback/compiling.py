@@ -130,6 +130,7 @@ def _line(e):
     return f'{type(e).__name__}: {lines[0] if lines else ""}'.rstrip('.: ')
 
 # %% ../../nbs/callback/07_compiling.ipynb #b5f07e19
+_CHECKPOINTED = '`context_fn` arg'
 _tools = ('InvalidCxxCompiler', 'CppCompileError', 'TritonMissing', 'TritonUnavailableError')
 
 def _tip(text, args, model):
@@ -140,6 +141,7 @@ def _tip(text, args, model):
         return 'it needs a C++ compiler (apt install g++, or CXX) on a CPU and Triton on a GPU'
     if any(isinstance(o, ToTensorBase) for o in model.modules()):
         return "a ToTensorBase in the model (fastai's DynamicUnet has one) makes fastai's types, which cannot be traced"
+    if _CHECKPOINTED in text: return 'blocks with batch norm that GradientCheckpointing computes twice cannot be compiled'
     return 'the model may hold what torch.compile cannot follow'
 
 # %% ../../nbs/callback/07_compiling.ipynb #384f4baa
@@ -150,6 +152,7 @@ def _attempt(self:Compile, *args, **kwargs):
         text,backend = _line(e),self._options['backend']
         tip,simpler = _tip(text, args, self._call.model),dict(eager='', aot_eager='eager').get(backend, 'aot_eager')
         also = f', or try backend={simpler!r} to see where it fails' if simpler else ''
+        if _CHECKPOINTED in text: also = ', or without GradientCheckpointing'
         raise UserError(f'compile: backend {backend!r} failed on {type(self._call.model).__name__} ({text}); {tip}. '
                         f'Train without Compile{also}') from e
 

@@ -15,7 +15,7 @@ from ..rules import check_whole
 # %% ../../nbs/callback/03_limit.ipynb #c679a672
 class FirstBatches(Callback):
     "End the training part of each epoch after `n` batches"
-    order,run_valid = 80,False
+    order,run_valid = 900,False  # after all that look at a batch, such as an average of weights
     def __init__(self, n:int # Batches per epoch
         ):
         check_whole(1, n=n)

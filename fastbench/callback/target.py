@@ -18,7 +18,7 @@ from ..measure.lifecycle import DuringFit
 from ..errors import UserError, plural, unknown
 
 # %% ../../nbs/callback/05_target.ipynb #7a15def8
-_less = 'loss error mse mae msle rmspe perplexity brier'.split()  # of which less is better, in fastai
+_less = 'loss error mse mae msle rmspe entropy perplexity brier'.split()  # of which less is better, in fastai
 
 class TimeToAccuracy(DuringFit):
     "End the fit with the epoch whose validation reaches `target`"

@@ -251,8 +251,8 @@ lean_classes = {Recorder: LeanRecorder, ProgressCallback: LeanProgress,
 def lean(cb # A callback, or a class of callbacks
     ): # The same
     "Make `cb` lean if it can be"
-    if type(cb) is ParamScheduler:
-        object.__setattr__(cb, '__class__', LeanSchedule)  # a callback would warn of a name that the Learner has too
+    cls = {ParamScheduler: LeanSchedule, ProgressCallback: LeanProgress}.get(type(cb))  # `no_bar` adds fastai's again
+    if cls: object.__setattr__(cb, '__class__', cls)  # a callback would warn of a name that the Learner has too
     return cb
 
 # %% ../../nbs/train/01_fast_callbacks.ipynb #90d55296

@@ -84,7 +84,10 @@ def where(self:CheckpointEvery)->Path:
 @patch
 def before_fit(self:CheckpointEvery):
     if self._elsewhere(): return
-    if self.stopped: raise CancelFitException
+    if self.stopped:
+        self._say('this fit does not begin, as the one before it was stopped after a checkpoint: a new Learner with '
+                  'CheckpointEvery(resume=True) goes on from there')
+        raise CancelFitException
     fits = _finished.setdefault(self.learn, {})
     if self.learn not in _untrained: _untrained[self.learn] = numbers_of(self.learn)
     known,self._fit = str(self.where) in fits,fits.setdefault(str(self.where), 0)
@@ -157,7 +160,8 @@ def _start(self:CheckpointEvery, header, path):
 
 @patch
 def _go_on(self:CheckpointEvery, header, path):
-    self._way = Replay(self.learn, header, read_together(path, header, self.learn))
+    state = read_together(path, header, self.learn)
+    self._way,self._start_of_epoch = Replay(self.learn, header, state),state['start']  # of the last one, if it is over
     self._saved = header['epoch'],header['stage'],header['steps']
     self.resumed = [*self.resumed, header['train_iter']]
     self._say(f"going on from {path}: epoch {header['epoch']}, after {header['steps']} of its steps")
