@@ -141,7 +141,7 @@ def _tip(text, args, model):
         return 'it needs a C++ compiler (apt install g++, or CXX) on a CPU and Triton on a GPU'
     if any(isinstance(o, ToTensorBase) for o in model.modules()):
         return "a ToTensorBase in the model (fastai's DynamicUnet has one) makes fastai's types, which cannot be traced"
-    if _CHECKPOINTED in text: return 'blocks with batch norm that GradientCheckpointing computes twice cannot be compiled'
+    if _CHECKPOINTED in text: return 'blocks with batch norm that GradientCheckpointing repeats cannot be compiled'
     return 'the model may hold what torch.compile cannot follow'
 
 # %% ../../nbs/callback/07_compiling.ipynb #384f4baa
