@@ -162,7 +162,7 @@ def _once_total(profile, r):
     return None if log is not None and r['action'] in log.columns and stats(log, r['action'])['calls'] else r['total']
 
 def run_values(run:Run, # What was measured
-    )->dict: # (phase, action) -> dict(kind, value, share): seconds; bytes of memory; samples a second
+    )->dict: # (phase, action) -> dict(kind, value, share): seconds; bytes; samples a second; `once`: of the whole fit
     "One value per compared quantity of a run"
     p = run.phases
     f = run.figures_of(p)
