@@ -15,7 +15,7 @@ from fastai.vision.core import TensorMask, TensorPoint
 from fastcore.basics import patch
 
 from .chance import between, with_chance
-from .crop import BatchCrop, crop_nearest, pair, random_boxes, scaled_boxes
+from .crop import BatchCrop, crop_nearest, pair, random_boxes
 from .memory import RecycledMemory, chunk_size
 from ..train.transfer import put
 
@@ -197,7 +197,7 @@ def _warped(self:BatchAffine, u):
 @patch
 def _moved(self:BatchAffine, x, mode='bilinear'):
     if self.training:
-        out,boxes = self.size or tuple(x.shape[-2:]),scaled_boxes(self.boxes, self.shape, x.shape[-2:])
+        out,boxes = self.size or tuple(x.shape[-2:]),self._boxes_in(x)
         halvings = reductions(boxes, out) if mode == 'bilinear' else None
         res = sample(x, self.matrices, out, halvings, mode, self.pad_mode, self.memory)
         return res if mode == 'bilinear' else res.to(x.dtype)

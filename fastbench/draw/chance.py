@@ -54,7 +54,7 @@ class BatchTransform(RandTransform):
 
     def state_dict(self): return dict(at=self.at)
     def load_state_dict(self, state): # state: of `state_dict`
-        "Draw again as from then on"
+        "Go on drawing from a saved place"
         self.at,self.items = state['at'],None
 
     def before_call(self, b, split_idx):

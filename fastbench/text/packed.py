@@ -120,7 +120,7 @@ def _mask(*args, **kwargs):
 dropouts = dict(weights='fastbench', values='fastbench_values')
 
 def register_attention():
-    "Tell transformers fastbench's attention by its names"
+    "Register fastbench's attention in transformers"
     from transformers import AttentionInterface, AttentionMaskInterface
     for name,f in (('fastbench', _attention), ('fastbench_values', _value_dropout)):
         AttentionInterface.register(name, f)

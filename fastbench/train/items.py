@@ -81,7 +81,6 @@ def told_names(dls # Loaders, or a loader
     )->list|None: # A text for each vocabulary, shortened with digits; None: there is none
     "Return the names of labels and words, in their order"
     vocab = getattr(dls, 'vocab', None)
-    try: every = vocab if type(vocab) in (list, tuple, L) and not any(map(np.isscalar, vocab)) else [vocab]
-    except TypeError: return None
-    try: return [_names(o) for o in every] or None
+    several = type(vocab) in (list, tuple, L) and not any(map(np.isscalar, vocab))
+    try: return [_names(o) for o in (vocab if several else [vocab])] or None
     except TypeError: return None

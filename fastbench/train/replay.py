@@ -38,7 +38,7 @@ def made_of(learn # A Learner at the beginning of a fit
     "Properties that identify this training"
     dl,opt = loaders_of(learn)[0],learn.opt
     shapes = {k: getattr(p, 'ds_shape', p.shape) for k,p in learn.model.named_parameters()}  # or of a part
-    own = vars(dl) if hasattr(dl, '__dict__') else {}
+    own = getattr(dl, '__dict__', {})
     how = {k: own[k] for k in ('loader', 'max_tokens') if type(own.get(k)) in (str, int)}  # of texts
     return dict(how, epochs=learn.n_epoch, batch_size=getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None),
                 items=getattr(dl, 'n', None), data=told_items(dl), labels=told_labels(dl), names=told_names(learn.dls),

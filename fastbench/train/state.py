@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..machine.shards import is_part, part_of, parts_of
-from .rehearsal import counting, stateful_parts
+from .rehearsal import _speaks, counting_parts, stateful_parts
 
 # %% ../../nbs/train/11_state.ipynb #bd83093e
 class NotPlain(TypeError):
@@ -111,8 +111,6 @@ def _set_device_rng(api, states, here, there):
     api.set_rng_state(states[there], here)
 
 # %% ../../nbs/train/11_state.ipynb #da1a934d
-def _speaks(o): return hasattr(type(o), 'state_dict') and hasattr(type(o), 'load_state_dict')
-
 def _generators(dl):
     found = dict(generator=vars(dl).get('generator'), sampler=getattr(vars(dl).get('sampler'), 'generator', None))
     return {k: v for k,v in found.items() if isinstance(v, torch.Generator)}
@@ -130,7 +128,7 @@ def loader_state(dl # A loader
     rng = vars(dl).get('rng')
     own = dict(rng=rng.getstate()) if isinstance(rng, random.Random) else {}
     if texts := order_of_texts(dl): own['texts'] = list(texts)
-    if fs := counting(dl): own['counts'] = [f.state_dict() for f in fs]
+    if fs := counting_parts(dl): own['counts'] = [f.state_dict() for f in fs]
     return own | {k: v.get_state() for k,v in _generators(dl).items()}
 
 def set_loader_state(dl, # The same loader, in another process
@@ -142,7 +140,7 @@ def set_loader_state(dl, # The same loader, in another process
     if 'texts' in state:
         order_of_texts(dl)[:] = state['texts']
         dl.make_chunks()
-    for f,o in zip(counting(dl), state.get('counts', ())): f.load_state_dict(o)
+    for f,o in zip(counting_parts(dl), state.get('counts', ())): f.load_state_dict(o)
     for k,v in _generators(dl).items() if hasattr(dl, '__dict__') else (): v.set_state(state[k])
 
 # %% ../../nbs/train/11_state.ipynb #3f7cc394
