@@ -1330,6 +1330,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'fastbench/compare/verdict.py'),
                                            'fastbench.compare.verdict._beyond': ( 'compare/verdict.html#_beyond',
                                                                                   'fastbench/compare/verdict.py'),
+                                           'fastbench.compare.verdict._chance': ( 'compare/verdict.html#_chance',
+                                                                                  'fastbench/compare/verdict.py'),
                                            'fastbench.compare.verdict._clean': ( 'compare/verdict.html#_clean',
                                                                                  'fastbench/compare/verdict.py'),
                                            'fastbench.compare.verdict._fraction': ( 'compare/verdict.html#_fraction',

@@ -204,6 +204,11 @@ def test_a_threshold_that_cannot_be(threshold):
     with pytest.raises(UserError, match='threshold'): compare_times([1, 2], [1, 2], threshold=threshold)
 
 
+@pytest.mark.parametrize('level', [0, 1, 2, -.1, math.nan, 'x', None, True])
+def test_a_level_that_cannot_be(level):
+    with pytest.raises(UserError, match='level.*above 0 and below 1'): compare_times([1, 2], [1, 2], level=level)
+
+
 def test_a_family_that_takes_a_verdict_back_says_so():
     rng = np.random.default_rng(1)
     one = next(x for x in (np.exp(rng.normal(0, .02, (2, 10))) for _ in range(999)) if .02 < compare_times(*x, threshold=0).p < .04)

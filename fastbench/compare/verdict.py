@@ -69,7 +69,7 @@ class Verdict:
     paired: bool  # pairs, or two groups
     threshold: float  # a share: what is smaller does not matter
     robust: float  # Hodges and Lehmann's ratio, which outliers hardly move
-    robust_low: float|None  # Wilcoxon's interval around it
+    robust_low: float|None  # Wilcoxon's interval around it; of two groups, it takes their spreads for equal
     robust_high: float|None  # likewise
     outliers: int  # counted, never dropped
     p: float|None  # of a difference beyond the threshold; adjusted in a family
@@ -177,7 +177,7 @@ def compare_times(a:list, # Seconds, one value a run
                   level:float=.05, # Chance of a false verdict; intervals have the level 1 - level
     )->Verdict: # ratio (of b's time to a's), low, high, verdict, detectable and more
     "Compare the times of `b` with those of `a`"
-    a,b,h = _clean(a, 'a'),_clean(b, 'b'),_limit(threshold)
+    a,b,h,level = _clean(a, 'a'),_clean(b, 'b'),_limit(threshold),_chance(level)
     if paired and len(a) != len(b):
         raise UserError(f'{len(a)} and {len(b)} runs are not pairs: give as many of each, or paired=False')
     est,se,df = effect(a, b, paired)
@@ -198,6 +198,11 @@ def _limit(threshold):
     if not is_number(threshold) or not 0 <= threshold < 1:
         raise UserError(f'threshold={threshold!r} cannot be: a share from 0 to below 1, .01 is 1%')
     return log1p(threshold)
+
+def _chance(level):
+    if not is_number(level) or not 0 < level < 1:
+        raise UserError(f'level={level!r} cannot be: the chance of a false verdict, above 0 and below 1; .05 is 5%')
+    return float(level)
 
 # %% ../../nbs/compare/00_verdict.ipynb #22f8c5f5
 def _runs(v): return plural(v.n, 'pair') if v.paired else f'{v.n} and {v.n_b} runs'
