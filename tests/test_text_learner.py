@@ -2,6 +2,7 @@
 import json, random, subprocess, sys, warnings
 
 import fastai.callback.schedule
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -200,6 +201,25 @@ def test_a_table_is_predicted_as_it_was_read(df, tok, name, tmp_path):
         for f in (again.predict, again.dls.test_dl):
             with pytest.raises(UserError, match='nothing says which column of a table holds the texts') as e: f(df[:5])
             one_line(e)
+
+
+def test_a_row_of_a_table_is_one_text(df, tok, tmp_path):
+    "Not its texts and labels one below the other; a column of texts is several"
+    learn = small(hf_dls(df, tok, max_length=32, workers=0, device='cpu'))
+    by_function = block_learner(df.assign(other=df.text), tok, reads()['function'])
+    for o, text in (learn, df.text[1]), (load_hf_learner(learn.export(tmp_path/'o'), device='cpu'), df.text[1]), (by_function, df.text[1] + ' bad'):
+        got, want = o.predict(df.assign(other=df.text).iloc[1]), o.predict(text)
+        assert got[0] == want[0] and torch.allclose(got[2], want[2], atol=1e-5)
+    assert len(learn.predict(df.text[:5])) == 5
+
+
+@pytest.mark.parametrize('at', [0, np.int64(0)], ids=['int', 'numpy'])
+def test_columns_may_be_numbers(df, tok, at, tmp_path):
+    table = df[['text', 'label']].set_axis([0, 1], axis=1)
+    learn = small(hf_dls(table, tok, text_col=at, label_col=1, max_length=32, workers=0, device='cpu'))
+    want = [o[2] for o in learn.predict(df.text[:5].tolist())]
+    for o in (learn, load_hf_learner(learn.export(tmp_path/'o'), device='cpu')):
+        torch.testing.assert_close([p[2] for p in o.predict(table[:5])], want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_table_without_the_column_of_a_data_block(df, tok):

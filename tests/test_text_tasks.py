@@ -480,6 +480,10 @@ def test_metrics_in_wraps_count_padding_too(tok, name):
     dls = task_dls(TokenClassification(['O', 'B-X']), rows, rows, tok, device='cpu')
     with pytest.raises(UserError, match=r'counts padding and other places without a target as wrong: take .*leaves out targets of -100$') as e: hf_learner(dls, 'bert-tiny', pretrained=False, metrics=[token_metrics()[name]])
     assert '\n' not in str(e.value) and 'partial' not in str(e.value)
+    learn = hf_learner(dls, 'bert-tiny', pretrained=False)
+    before = list(learn.metrics)
+    with pytest.raises(UserError, match='counts padding'): learn.metrics = [token_metrics()[name]]
+    assert list(learn.metrics) == before
 
 
 def test_metrics_that_know_padding_are_taken(tok):

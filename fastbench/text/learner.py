@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
 from fastai.data.core import DataLoaders, Datasets, test_set
@@ -31,7 +32,7 @@ from . import classify, lm, qa, seq2seq, tokens # their tasks register themselve
 from .hf import decoder_positions, hf_model, hf_quiet
 from .check import CheckPacked, check_packed, check_padding
 from .data import _AsText
-from .dataset import TextDataset, check_columns
+from .dataset import TextDataset, as_columns, check_columns
 from .gather import GatherRows, joined_rows
 from .loader import TextDL
 from .packed import fast_attention
@@ -46,6 +47,11 @@ from ..train.learner import BenchLearner, find_device
 class HFLearner(BenchLearner):
     "A Learner for raw texts"
     task,weights = None,None
+
+    @BenchLearner.metrics.setter
+    def metrics(self, v):
+        if self.task is not None: _check_metrics(v, self.task)
+        BenchLearner.metrics.fset(self, v)
 
     def n_targets(self, yb): return self.task.n_targets(yb[0])
     def n_items(self, yb): return len(o)-1 if (o := self.xb[0].get('cu_seq_lens')) is not None else find_bs(yb)
@@ -81,13 +87,13 @@ def _block_cols(ds):
     reader,*rest = ds.tls[0].tfms.fs
     if type(reader) is not ColReader or any(type(o) is not _AsText for o in rest): return []
     if reader.pref or reader.suff or reader.label_delim: return []
-    return list(reader.cols) if all(isinstance(o, str) for o in reader.cols) else []
+    return list(reader.cols) if all(isinstance(o, (str, int)) for o in reader.cols) else []
 
 def _cols(dls):
     ds = dls.train_ds
     cols = _block_cols(ds) if isinstance(ds, Datasets) else getattr(ds, 'cols', None)
     if cols is None: return ['text']
-    return [cols] if isinstance(cols, str) else list(map(str, cols))
+    return [o.item() if isinstance(o, np.generic) else o for o in as_columns(cols)]
 
 # %% ../../nbs/text/20_learner.ipynb #196187ec
 def _examples_of(learn, df):
@@ -99,17 +105,24 @@ def _examples_of(learn, df):
     got = test_set(learn.dls.valid_ds, df)
     return [got[i][0] for i in range(len(got))]
 
+def _is_row(learn, item):
+    "Is it a row of a table, with the names of its columns, and not texts one below the other?"
+    if not isinstance(item, pd.Series): return False
+    names = _cols(learn.dls) or list(getattr(learn.dls.train_ds.items, 'columns', ()))
+    return bool(names) and all(isinstance(o, str) and o in item.index for o in names)
+
 def _as_made(ds, pairs):
     "Return pairs of the type that a `DataBlock` makes, which it does not read once more"
     kind = ds.tls[0].types[-1] if isinstance(ds, Datasets) else None
     return [kind(o) if isinstance(o, (tuple, list)) else o for o in pairs] if kind in (tuple, list) else pairs
 
 @patch
-def predict(self:HFLearner, item, # A text (or a pair as a tuple), a list of them, or a DataFrame
+def predict(self:HFLearner, item, # A text (or a pair as a tuple), a list of them, a table or one of its rows
             **kwargs, # For `get_preds`
     ): # (answer, decoded tensor, probabilities), or a list of these
     "Predict a text, or several"
     if hasattr(item, '__next__'): item = list(item)
+    if _is_row(self, item): return self.predict(item.to_frame().T, **kwargs)[0]
     if isinstance(item, pd.DataFrame): item = _examples_of(self, item)
     pairs = _pairs(self.dls)
     one = hasattr(item, '__len__') and self.task.is_one(item, pairs)
