@@ -29,7 +29,7 @@ from fastai.data.transforms import Categorize, FuncSplitter, IndexSplitter, Norm
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import TensorText
-from fastai.torch_core import TensorCategory, TensorImage, set_seed
+from fastai.torch_core import TensorCategory, TensorImage, TensorMask, set_seed
 from fastai.vision.augment import FlipItem, RandomResizedCrop, Resize
 from fastai.vision.core import PILImage, PILImageBW, imagenet_stats
 from fastai.vision.data import ImageBlock, ImageDataLoaders, MaskBlock
@@ -166,6 +166,24 @@ def test_all_that_one_asks_of_loaders(pets, tmp_path):
     got.show_batch(max_n=2)
 
 
+ways = dict(items=cached, whole=partial(cached, whole=True), threads=lambda *args, **kwargs: fast_images(cached(*args, **kwargs)))
+
+
+@pytest.mark.parametrize('way', list(ways))
+def test_new_data_are_transformed_as_the_cached_ones_by_now(pets, tmp_path, way):
+    "As `vision_learner` adds `Normalize` to the loaders it is given, and `to` moves them"
+    norm, files = partial(Normalize.from_stats, *imagenet_stats, cuda=False), sorted_files(pets)[:5]
+    plain, got = make(pets, batch_tfms=[]), ways[way](make(pets, batch_tfms=[]), tmp_path/'c', workers=0)
+    for o in plain, got: o.add_tfms([norm()], 'after_batch')
+    want, = plain.test_dl(files, bs=5)
+    loaders = [got.test_dl(files, bs=5)] + [got.valid.new(got.test_dl(files).dataset, bs=5)]*(way == 'whole')
+    for o in loaders: torch.testing.assert_close(next(iter(o))[0], want[0])
+    assert [len(o.after_batch.fs) for o in got.new_empty().loaders] == [2, 2]
+    assert got.test_dl(files, after_batch=[]).one_batch()[0].dtype == torch.uint8
+    got.to(torch.device('meta'))
+    assert {o.device.type for o in (got.test_dl(files), *got.new_empty().loaders)} == {'meta'} and got.test_dl(files, device='cpu').device.type == 'cpu'
+
+
 @pytest.mark.parametrize('whole', [False, True])
 def test_a_learner_trains_predicts_and_is_exported(pets, tmp_path, whole):
     dls = cached(make(pets), tmp_path/'c', whole=whole, workers=0)
@@ -200,6 +218,7 @@ def test_masks_and_texts(pets, tmp_path):
 
 def _jpgs(folder): return sorted(get_image_files(folder).filter(lambda o: o.suffix == '.jpg'))
 def _mask_of(o): return o.with_suffix('.png')
+def _bytes_of_mask(o): return TensorMask(torch.full((32, 32), int(o.stem), dtype=torch.uint8))
 def _tokens(o): return TensorText(torch.tensor([ord(c) for c in o]))
 
 
@@ -313,6 +332,25 @@ def test_normalisation_in_one_step_is_the_same(pets, tmp_path):
     a, b = (cached(make(pets, batch_tfms=o), tmp_path/'c', whole=True, workers=0).train for o in (None, [Normalize.from_stats(*imagenet_stats, cuda=False), Nothing()]))
     assert [type(f).__name__ for f in a.after_batch.fs] == ['NormalizeBytes'] and len(b.after_batch.fs) == 3
     for (x, _), (y, _) in zip(epochs(a), epochs(b)): assert (x-y).abs().max() < 1e-4
+
+
+def test_a_transform_between_the_two_gets_what_it_would(pets, tmp_path):
+    "`IntToFloatTensor` and `Normalize` are one step until something comes between"
+    class Negative(Transform):
+        order = 50
+        def encodes(self, x: TensorImage): return 1-x
+    a, b = (cached(make(pets), tmp_path/'c', whole=True, workers=0) for _ in range(2))
+    b.add_tfms([Negative()], 'after_batch')
+    mean, std = (torch.tensor(o).view(3, 1, 1) for o in imagenet_stats)
+    for (x, _), (y, _) in zip([*epochs(a.train), *a.valid], [*epochs(b.train), *b.valid], strict=True): assert (((1 - (x*std+mean))-mean)/std - y).abs().max() < 1e-4
+    assert a.train.decode(a.train.one_batch())[0].max() > 100, 'as fastai decodes: whole numbers to 255'
+
+
+def test_masks_are_classes_in_whole_batches_too(pets, tmp_path):
+    block = DataBlock((ImageBlock, TransformBlock(type_tfms=_bytes_of_mask)), get_items=sorted_files, splitter=FuncSplitter(is_valid), item_tfms=Resize(32), batch_tfms=Normalize.from_stats(*imagenet_stats, cuda=False))
+    plain = block.dataloaders(pets, bs=8, num_workers=0, device='cpu')
+    for (x, y), (x2, y2) in zip(plain.valid, cached(plain, tmp_path/'c', whole=True, workers=0).valid, strict=True):
+        assert (x-x2).abs().max() < .02 and torch.equal(y, y2) and (type(y), y.dtype) == (type(y2), y2.dtype)
 
 
 def test_channels_last_has_the_same_numbers(pets, tmp_path):

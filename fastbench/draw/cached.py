@@ -29,7 +29,7 @@ from .kept import FORMAT, caches_dir
 from .loader import PoolDL, _named
 from .seeded import SeededDL, item_name
 from .store import PARTS, Encoded, as_bytes, check_encoder, encoded
-from .whole import CachedDL, _check_whole, _in_place, batch_crop
+from .whole import CachedDL, _check_whole, batch_crop, finish_as
 from .workers import WatchedDL, WatchedPoolDL, WatchedSeededDL
 from ..errors import UserError, unknown
 from ..rules import check_whole
@@ -225,8 +225,12 @@ class CachedLoaders(DataLoaders):
 
     def test_dl(self, test_items, **kwargs): # test_items: new ones
         "Return a loader of new items, prepared as before"
-        return self.source.test_dl(test_items, **kwargs)
-    def new_empty(self): return self.source.new_empty()
+        return finish_as(self.source.test_dl(test_items, **kwargs), self.valid, kwargs)
+
+    def new_empty(self):
+        res = self.source.new_empty()
+        for dl,mine in zip(res.loaders, self.loaders): finish_as(dl, mine)
+        return res
 
     def add_tfms(self, tfms, event, loaders=None): # As fastai's
         "Add transforms of batches; those of items come too late"
@@ -284,7 +288,7 @@ def cached_loader(dl, # A loader of fastai
     _check_whole(data.store, crop)
     return TfmdDL.new(dl, data, CachedDL, crop=crop, source=dl, channels_last=channels_last, threads=threads, n=dl.n,
                       num_workers=0, pin_memory=False, timeout=0, after_item=rest,
-                      after_batch=_in_place(dl.after_batch.fs))
+                      after_batch=dl.after_batch.fs)
 
 # %% ../../nbs/draw/26_cached.ipynb #2bbe00f1
 def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set
