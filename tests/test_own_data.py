@@ -18,6 +18,7 @@ from fastbench.data.table import read_rows
 from fastbench.errors import UserError
 from fastbench.machine.download import DataUnavailable
 from fastbench.data import fingerprint
+from fastbench.data.images import own_images
 from fastbench.data.place import is_path, own_name
 from fastbench.data.texts import own_texts
 from fastbench.recipe import as_dict, get_recipe
@@ -351,6 +352,23 @@ def test_bad_tables_of_files(tmp_path):
     refuses('semicolons|no column has names', data=str(tmp_path/'b.csv'))
     (tmp_path/'c.zip').write_bytes(b'PK')
     refuses('c.zip is not a table that can be read: its name ends in none of .csv', data=str(tmp_path/'c.zip'))
+
+
+@pytest.mark.parametrize('col,values,says', [('split', ['train', 'holdout'], "row 1 has 'holdout' in column split"), ('is_valid', ['N', 'Y'], "row 1 has 'Y' in column is_valid"), ('is_valid', [True]*2, 'is_valid leaves nothing to train with')])
+def test_a_column_that_should_say_what_is_held_out_is_not_passed_over(tmp_path, col, values, says):
+    "A share would be drawn from rows that were put aside"
+    df = pd.DataFrame(rows())
+    data = write(df.assign(**{col: [values[i % 4 == 0] for i in range(len(df))]}), tmp_path/'a.csv')
+    error = refuses(f'{says}.*To have a share drawn instead, say so', 'docstrings-distilbert', data=data)
+    assert len(error.splitlines()) == 1
+    assert load_text_source(data, valid=.25).info['held_out'] == '25% of each class, drawn by the seed'
+    (tmp_path/'cat').mkdir(), (tmp_path/'cat/1.png').touch()
+    with pytest.raises(UserError, match=says): own_images(write(pd.DataFrame(dict(file=['cat/1.png']*8, label=['cat', 'dog']*4, **{col: [values[i % 4 == 0] for i in range(8)]})), tmp_path/'b.csv'))
+
+
+def test_a_column_of_the_trained_part_alone_says_nothing(tmp_path):
+    data = write(pd.DataFrame(rows()).assign(split=' train'), tmp_path/'a.csv')
+    assert load_text_source(data).info['held_out'] == '20% of each class, drawn by the seed'
 
 
 def test_bad_tables_of_texts(tmp_path, monkeypatch):

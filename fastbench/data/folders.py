@@ -25,6 +25,7 @@ class Found:
     told: str = '' # What defines the parts, in words
     valid: str|None = None # The folder or column that defines them
     columns: dict = field(default_factory=dict) # Field of a recipe -> its column
+    unclear: str = '' # Why its own column does not define them
 
     def keep(self, idxs): # Positions
         "Keep only the items at `idxs`"

@@ -13,7 +13,7 @@ from ..errors import UserError
 from .folders import Found, from_folder
 from .parts import OwnData, load_own
 from .place import call_path
-from .table import file_column, label_column, named_column, read_rows, split_column, split_in, texts_in
+from .table import file_column, label_column, named_column, read_rows, split_of, texts_in
 
 # %% ../../nbs/data/05_images.ipynb #c465b240
 IMAGES = '.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif', '.tif', '.tiff'
@@ -41,14 +41,13 @@ def from_image_table(table:Path, # Absolute
     "Read a table of files and labels, sorted by name"
     df,where = read_rows(table),table.name
     file = file_column(df, where, IMAGES)
-    split = named_column(df, valid, where) if valid else split_column(df, [file, label_col])
+    split,parts,unclear = split_of(df, where, valid, [file, label_col])
     label = named_column(df, label_col, where) if label_col else label_column(df, where, [file, split])
     labels = texts_in(df, label, where, 'label')
     files = _files_of(table, texts_in(df, file, where, 'file'))
-    parts = split_in(df, split, where) if split else ['']*len(df)
     told = f'column {split}' if split else ''
     found = Found(files, _below(files), labels, parts, table.suffix[1:].lower(), told, split,
-                  dict(label_col=label))
+                  dict(label_col=label), unclear)
     left = [i for i,o in enumerate(parts) if o or not split]
     return found.keep(sorted(left, key=lambda i: (found.names[i], labels[i])))
 

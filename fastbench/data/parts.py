@@ -55,6 +55,7 @@ def held_out(found:Found, # The data
     if pooled: return [False]*n,'',None
     drawn = isinstance(valid, float) or not any(found.parts)
     if not drawn: return [o == 'valid' for o in found.parts],found.told,valid if is_path(valid) else found.valid
+    if valid is None and found.unclear: raise UserError(found.unclear)
     share = SHARE if valid is None else valid
     idxs = draw(found.labels, share, seed)
     whole = 'all' if found.labels[0] is None else 'each class'

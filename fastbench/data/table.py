@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['read_rows', 'named_column', 'label_column', 'text_column', 'file_column', 'texts_in', 'part_of', 'split_in',
-           'split_column']
+           'split_column', 'split_of']
 
 # %% ../../nbs/data/02_table.ipynb #c79f1a48
 import json
@@ -141,7 +141,7 @@ _parts |= dict.fromkeys(('test', 'eval'), 'test')
 def part_of(v # A value, or a folder's name
     )->str|None: # 'train', 'valid', 'test'; None: neither
     "Return the part of the data that a value names"
-    return _parts.get(str(v).casefold())
+    return _parts.get(str(v).strip().casefold())
 
 def split_in(df, # DataFrame
              col:str, # One of its columns
@@ -165,3 +165,21 @@ def split_column(df, # DataFrame
     "Find the column that separates validation from training by its name: `is_valid` or `split`"
     for o in _known(df, _split_names):
         if o not in taken and {'train'} < (parts := {part_of(v) for v in df[o]}) and None not in parts: return o
+
+# %% ../../nbs/data/02_table.ipynb #spcol002
+def _unclear(df, where, taken):
+    "Say why a column named `is_valid` or `split` does not separate validation from training; empty: there is none"
+    for o in _known(df, _split_names):
+        if o in taken or {part_of(v) for v in df[o]} == {'train'}: continue
+        try: split_in(df, o, where)
+        except UserError as e: return f'{e}. To have a share drawn instead, say so (valid=.2, or --valid 20%)'
+    return ''
+
+def split_of(df, # DataFrame
+             where:str, # Name of the table
+             valid:str|None=None, # The column that separates validation from training; None: known by its name
+             taken=(), # Columns used for something else
+    )->tuple: # Its name, or None; the part of each row, or ''; why a column of that name does not count, or ''
+    "Find what a table says of validation"
+    col = named_column(df, valid, where) if valid else split_column(df, taken)
+    return (col, split_in(df, col, where), '') if col else (None, ['']*len(df), _unclear(df, where, taken))

@@ -13,7 +13,7 @@ from ..errors import UserError
 from .folders import Found, from_folder
 from .parts import OwnData, load_own
 from .place import is_path
-from .table import label_column, named_column, read_rows, split_column, split_in, text_column, texts_in
+from .table import label_column, named_column, read_rows, split_of, text_column, texts_in
 
 # %% ../../nbs/data/06_texts.ipynb #1b078202
 def from_text_table(table:Path, # Absolute
@@ -25,15 +25,14 @@ def from_text_table(table:Path, # Absolute
     "Read the texts of a table, in its order"
     df,where = read_rows(table),table.name
     for o in (text_col, label_col): o is None or named_column(df, o, where)
-    split = named_column(df, valid, where) if valid else split_column(df, [text_col, label_col])
+    split,parts,unclear = split_of(df, where, valid, [text_col, label_col])
     text = text_col or text_column(df, where, [label_col, split])
     label = (label_col or label_column(df, where, [text, split])) if labelled else None
     texts = texts_in(df, text, where, 'text')
     labels = texts_in(df, label, where, 'label') if labelled else [None]*len(df)
-    parts = split_in(df, split, where) if split else ['']*len(df)
     columns = dict(text_col=text) | (dict(label_col=label) if labelled else {})
     told = f'column {split}' if split else ''
-    found = Found(texts, texts, labels, parts, table.suffix[1:].lower(), told, split, columns)
+    found = Found(texts, texts, labels, parts, table.suffix[1:].lower(), told, split, columns, unclear)
     return found.keep([i for i,o in enumerate(parts) if o]) if split else found
 
 # %% ../../nbs/data/06_texts.ipynb #1dcbb4f5
