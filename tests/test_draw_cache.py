@@ -1427,12 +1427,40 @@ def test_labels_from_a_table_can_be_told(column, used):
     assert of('dog') == of('dog') and len({of('dog'), of('cat'), of('dog', '2.jpg')}) == 3
 
 
+def test_what_somebody_keeps_beside_a_cache_stays(tmp_path):
+    for name, text in dict(webapp='{"format": "v1"}', other='{"format": 1}', numbers='{}', house=None).items():
+        (folder := tmp_path/(f'{name}.building' if text is None else name)).mkdir()
+        if text: (folder/'cache.json').write_text(text)
+        if name == 'numbers': (folder/'index.npz').touch()
+        (folder/'thesis.txt').touch()
+    (tmp_path/'empty.building').mkdir()
+    open_store(tmp_path/'x-1', items(), workers=0)
+    before = sorted(o.name for o in tmp_path.iterdir() if o.is_dir())
+    assert [o.path.name for o in clear_caches((), tmp_path)] == ['x-1']
+    assert sorted(o.name for o in tmp_path.iterdir() if o.is_dir()) == [o for o in before if o != 'x-1']
+
+
+def test_an_empty_name_clears_nothing(tmp_path):
+    open_store(tmp_path/'x-1', items(), workers=0)
+    for names in ([''], ['x', '']):
+        with pytest.raises(UserError, match='the name of a cache is empty'): clear_caches(names, tmp_path)
+    assert len(kept_caches(tmp_path)) == 1
+
+
+def test_clearing_says_what_was_built_meanwhile(tmp_path, monkeypatch, capsys):
+    from fastbench.command import cache
+    kept = open_store(tmp_path/'y-2', items(), workers=0) and kept_caches(tmp_path)
+    monkeypatch.setattr(cache, 'clear_caches', lambda *_: [])
+    cache.clear(None, tmp_path)
+    assert capsys.readouterr().out == 'y-2 is left: it was built meanwhile, clear again\n' and len(kept) == 1
+
+
 def test_a_folder_with_a_file_of_another_program_is_no_cache(tmp_path):
     "`fastbench cache clear --where` removed it with all that was in it"
     for name, text in dict(editor='{"files": []}', broken='{"n": 3', odd='{"format": 2}').items():
         (tmp_path/name).mkdir()
         (tmp_path/name/'cache.json').write_text(text)
-        (tmp_path/name/'work').touch()
+        if name != 'odd': (tmp_path/name/'work').touch()
     (tmp_path/'odd'/'index.npz').touch()
     assert [(o.path.name, o.says) for o in kept_caches(tmp_path)] == [('odd', 'damaged: the next call makes it anew')]
     clear_caches((), tmp_path)

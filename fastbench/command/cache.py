@@ -39,4 +39,7 @@ def clear(names:argument(list[str], 'Clear only caches whose names begin so.', s
           where:Where=None):
     "Remove caches, finished or not."
     gone = clear_caches(names or (), where)
-    print(f"cleared {len(gone)}: {_mb(sum(o.size for o in gone))}" if gone else f'no caches in {caches_dir(where)}')
+    left = [] if names else kept_caches(where)
+    if gone: print(f'cleared {len(gone)}: {_mb(sum(o.size for o in gone))}')
+    elif not left: print(f'no caches in {caches_dir(where)}')
+    for o in left: print(f"{o.path.name} is left: {'it was built meanwhile, clear again' if o.readable else o.says}")

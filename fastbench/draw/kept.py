@@ -43,7 +43,7 @@ class KeptCache:
 
 # %% ../../nbs/draw/20_kept.ipynb #83af390b
 def _is_about(o):
-    if not isinstance(o, dict) or 'format' not in o: return False
+    if not isinstance(o, dict) or not isinstance(o.get('format'), int): return False
     return o['format'] != FORMAT or isinstance(o.get('n'), int) and isinstance(o.get('fields'), list)
 
 def read_about(folder # Of a cache
@@ -70,15 +70,19 @@ def _kept(folder):
 # %% ../../nbs/draw/20_kept.ipynb #bb6858e8
 _NAMED = re.compile(r'.+-[0-9a-f]{12}(\.building)?') # as `cached` names them
 
+_FILES = re.compile(r'(cache\.json|index\.npz)(\.tmp)?|part-\d{5,}\..+|\.DS_Store|Thumbs\.db|desktop\.ini')
+
 def _is_ours(folder):
-    if not folder.is_dir() or not (folder/'cache.json').is_file():
-        return folder.is_dir() and folder.name.endswith('.building')
+    "Is it a cache, with nothing of somebody else in it?"
+    if not folder.is_dir() or not all(_FILES.fullmatch(o) for o in os.listdir(folder)): return False
+    if not (folder/'cache.json').is_file(): return folder.name[0] == '.' and folder.name.endswith('.building')
     (folder/'cache.json').open().close() # or PermissionError
     return bool(read_about(folder)) or (folder/'index.npz').is_file()
 
 def _caches_at(folder):
     "One, or none"
     try: return [_kept(folder)] if _is_ours(folder) else []
+    except FileNotFoundError: return [] # cleared meanwhile
     except PermissionError:
         return [KeptCache(folder, 0, {}, False, readable=False)] if _NAMED.fullmatch(folder.name) else []
 
@@ -101,6 +105,7 @@ def clear_caches(names=(), # Beginnings of the names of those to clear; none: al
                  where=None, # As for `caches_dir`
     )->list: # What was cleared
     "Remove caches"
+    if not all(names): raise UserError('the name of a cache is empty: is a variable of the shell not set?')
     kept = kept_caches(where)
     def named(o): return o.path.name.removeprefix('.')
     missing = [n for n in names if not any(named(o).startswith(n) for o in kept)]
