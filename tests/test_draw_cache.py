@@ -1,4 +1,5 @@
 "Caches: the same items and batches, a key that tells every change, faults of disks and files, several processes"
+import functools
 import gc
 import json
 import multiprocessing
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 import fastai.callback.progress  # adds no_bar
-from fastai.data.block import CategoryBlock, DataBlock, TransformBlock
+from fastai.data.block import CategoryBlock, DataBlock, RegressionBlock, TransformBlock
 from fastai.callback.data import PartialDL, WeightedDL
 from fastai.data.core import DataLoaders, Datasets, TfmdDL
 from fastai.data.load import fa_collate
@@ -603,6 +604,56 @@ def test_a_name_after_a_dot_is_no_variable_of_the_notebook(notebook):
     first = notebook.keys()
     notebook.names.update(size=128, fit=lambda x: x)
     assert notebook.keys() == first
+
+
+def side_of(o): return float(o.with_suffix('.txt').read_text())
+def xml_of(o): return float((o.parents[1]/'labels'/o.parent.name/f'box_{o.stem}.xml').read_text())
+def table_of(o): return float((o.parents[1]/'labels.csv').read_text())
+def mask_of(o): return float(np.asarray(Image.open(o.with_suffix('.png'))).mean())
+def one_of_some(o): return float((o.parents[1]/f"{dict(a='x', b='y')[o.parent.name]}{int(o.stem) % 3}.txt").read_text())
+@functools.lru_cache(None)
+def kept_table(file): return float(file.read_text())
+def once_of(o): return kept_table(o.parents[1]/'labels.csv')
+
+
+def places(pets, how, value):
+    for o in _jpgs(pets):
+        (pets/'labels'/o.parent.name).mkdir(parents=True, exist_ok=True)
+        o.with_suffix('.txt').write_text(value), (pets/'labels'/o.parent.name/f'box_{o.stem}.xml').write_text(value)
+        Image.fromarray(np.full((4, 4), int(value), 'uint8')).save(o.with_suffix('.png'))
+    (pets/'labels.csv').write_text(value)
+
+
+@pytest.mark.parametrize('read', [side_of, xml_of, table_of, mask_of])
+def test_what_a_function_of_labels_reads_counts(pets, tmp_path, read):
+    "Its files are in none of the transforms: a change of the last one alone is seen"
+    places(pets, read, '0')
+    def labels(): return torch.cat([b[1] for b in cached(DataBlock((ImageBlock, RegressionBlock), get_items=_jpgs, get_y=read, splitter=FuncSplitter(is_valid), item_tfms=Resize(32)).dataloaders(pets, bs=8, num_workers=0, device='cpu', shuffle=False), tmp_path/'c', workers=0).valid])
+    before = set_seed(1), labels(), torch.rand(1)
+    names = folders(tmp_path/'c')
+    assert set_seed(1) is None and torch.equal(labels(), before[1]) and folders(tmp_path/'c') == names, 'nothing has changed'
+    for o in (_jpgs(pets)[-1].with_suffix('.txt'), pets/'labels'/'b'/f'box_{_jpgs(pets)[-1].stem}.xml', pets/'labels.csv'): o.write_text('1')
+    Image.fromarray(np.ones((4, 4), 'uint8')).save(_jpgs(pets)[-1].with_suffix('.png'))
+    assert labels()[-1] == 1
+
+
+def test_a_function_that_keeps_results_is_refused():
+    with pytest.raises(NoFingerprint, match=r'the transform once_of cannot be cached: it keeps results \(functools.lru_cache\)'): describe(once_of)
+
+
+def test_files_that_nobody_can_tell_are_named(pets, tmp_path):
+    for o in 'x0 x1 x2 y0 y1 y2'.split(): (pets/f'{o}.txt').write_text('0')
+    block = DataBlock((ImageBlock, RegressionBlock), get_items=_jpgs, get_y=one_of_some, splitter=FuncSplitter(is_valid), item_tfms=Resize(32))
+    with pytest.warns(UserWarning, match=r'an item is made of .*[xy]\d.txt, and where such a file lies cannot be told from its item.*cache clear'): cached(block.dataloaders(pets, bs=8, num_workers=0, device='cpu'), tmp_path/'c', workers=0)
+
+
+def test_the_hook_listens_only_in_its_block(tmp_path):
+    from fastbench.draw.reads import opened_files
+    (tmp_path/'a').touch()
+    with opened_files() as seen: open(tmp_path/'a').close()
+    with ThreadPoolExecutor(1) as pool, opened_files() as other: pool.submit(lambda: open(tmp_path/'a').close()).result()
+    open(tmp_path/'a').close()
+    assert seen == [str(tmp_path/'a')] and other == []
 
 
 def test_the_key_is_the_same_in_another_process(tmp_path):

@@ -31,6 +31,7 @@ from .seeded import SeededDL, item_name
 from .store import PARTS, Encoded, as_bytes, check_encoder, encoded
 from .whole import CachedDL, _check_whole, batch_crop, finish_as
 from .workers import WatchedDL, WatchedPoolDL, WatchedSeededDL
+from ..train.rehearsal import rng_kept
 from ..errors import UserError, unknown
 from ..rules import check_whole
 
@@ -79,8 +80,10 @@ def cache_key(dataset, # Of a loader
     texts = []
     made = [[describe(f, texts) for f in o] for o in (*pipelines, fs)]
     if not pipelines: made.append(describe_data(dataset))
-    items = fingerprint_items(_items_of(dataset), pipelines, texts)
     split = getattr(dataset, 'split_idx', None)
+    def make(i): return _made(dataset, fs, split, i)
+    with rng_kept(torch.device('cpu')):
+        items = fingerprint_items(_items_of(dataset), pipelines, texts, make if pipelines else None)
     return fingerprint([items, made, split, list(map(str, _versions())), [repr(o) for o in asked]])
 
 # %% ../../nbs/draw/26_cached.ipynb #41299e9e

@@ -6,7 +6,7 @@
 __all__ = ['NoFingerprint', 'Describer', 'describe', 'fingerprint', 'fingerprint_items', 'describe_data']
 
 # %% ../../nbs/draw/21_describe.ipynb #8f7b9937
-import dis, functools, hashlib, importlib, inspect, logging, os, random, re, site, sys, sysconfig, types
+import dis, functools, hashlib, importlib, inspect, logging, os, random, re, site, sys, sysconfig, types, warnings
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,7 @@ from PIL import Image
 
 from ..data.fingerprint import fingerprint_rows
 from .files import contents_of, name_below, named_files, path_of
+from .reads import files_beside
 from ..errors import UserError
 
 # %% ../../nbs/draw/21_describe.ipynb #fdb07478
@@ -159,6 +160,8 @@ def __call__(self:Describer, o):
     if isinstance(o, types.ModuleType): return self.used(o, ())
     if isinstance(o, functools.partial): return ['partial', self(o.func), self(o.args), self(o.keywords)]
     if isinstance(o, types.MethodType): return ['method', self(o.__self__), self(o.__func__)]
+    if isinstance(o, functools._lru_cache_wrapper):
+        self.refuse('it keeps results (functools.lru_cache), and with them what files said then. Leave the decorator out')
     if isinstance(o, types.FunctionType): return self.code(o)
     if isinstance(o, type): return self.kind(o)
     if isinstance(o, (list, tuple, L)): return [type(o).__name__, [self(v) for v in o]]
@@ -273,14 +276,25 @@ def _files(items, paths, pipelines):
     return [o for o in dict.fromkeys(res) if o is not None]
 
 # %% ../../nbs/draw/21_describe.ipynb #6d90a7d9
+def _beside(make, items, paths, known):
+    "Files that items are made of besides `known`"
+    files,odd = files_beside(make, paths or [None]*len(items), known)
+    if odd:
+        warnings.warn(f'an item is made of {odd}, and where such a file lies cannot be told from its item: a cache is '
+                      'not made anew when it changes. Clear the cache then (fastbench cache clear)', stacklevel=2)
+    return files
+
 def fingerprint_items(items, # What a data set begins with
                       pipelines=(), # Lists of transforms, which may lead from an item to a file
-                      texts=(), # That the transforms hold: they may name files where items do not
+                      texts=(), # That the transforms hold: they may name files, too
+                      make=None, # Makes an item of its number: what it reads counts, too
     )->str: # Twelve hexadecimal digits
     "Return a hash that identifies the items of a data set and the files behind them"
     paths = _paths(items)
     root,*said_of = contents_of(files := _files(items, paths, pipelines))
-    if not files and (named := named_files(texts)): said_of += contents_of(named)[1:]
+    named = named_files(texts) if not files else [f for o in dict.fromkeys(texts) if (f := path_of(o))]
+    if make: named += _beside(make, items, paths, files + named)
+    if named := [o for o in dict.fromkeys(named) if o not in set(files)]: said_of += contents_of(named)[1:]
     tell = Describer('an item')
     said = _table(items, tell) if _is_table(items) else [_item(o, p, root, tell) for o,p in zip(items, paths)]
     return fingerprint([*said_of, said])
