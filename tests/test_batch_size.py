@@ -20,7 +20,7 @@ from fasttransform import Pipeline
 from torch import nn
 
 import fastbench.draw.diagnose  # adds diagnose_input
-from fastbench.train.batch_size import BatchSize, _Room, _search, free, is_oom, only_new_collected, parse_memory
+from fastbench.train.batch_size import BatchSize, _raw, _Room, _search, free, is_oom, only_new_collected, parse_memory
 from fastbench.train.rehearsal import again, attributes_kept
 from fastbench.callback.amp import MixedPrecision
 from fastbench.callback.channelslast import ChannelsLast
@@ -198,6 +198,17 @@ def test_a_loader_that_counts_tokens_is_told_how_many(loader, tokens):
     budget = dict(bs=4) if loader == 'sorted' else dict(max_tokens=100)
     found = hf_learner(hf_dls(rows, make_tokenizer(), loader=loader, workers=0, device='cpu', **budget), 'bert-tiny', pretrained=False).find_batch_size(max=8)
     assert (found, found.max_tokens) == (8, tokens)
+
+
+class Wide(DataLoader):
+    "Its batches hold each item several times"
+    def __init__(self, dataset=None, times=1, **kwargs): super().__init__(dataset, **kwargs); self.times = times
+    def create_batch(self, b): return torch.stack(b).repeat(1, self.times)
+
+
+def test_the_batches_that_are_tried_are_those_of_the_loader():
+    dl = Wide([torch.ones(1)]*8, times=3, bs=4)
+    assert next(iter(_raw(dl))).shape == dl.one_batch().shape == (4, 3)
 
 
 def test_attributes_that_cannot_be_written_are_left_alone():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fastai.callback.core import Callback
-from fastai.callback.data import WeightedDL
+from fastai.callback.data import PartialDL, WeightedDL
 from fastai.data.core import DataLoaders, Datasets, TfmdDL
 from fastai.data.load import DataLoader
 from fastai.data.transforms import IntToFloatTensor, ToTensor
@@ -23,6 +23,7 @@ from fastbench.draw import diagnose, pace  # adds Learner.diagnose_input
 from fastbench.draw.diagnose import InputDiagnosis, Remedies, Remedy, Stalls, Stations, beside, fits_in_memory, remedies, stall_rows
 from fastbench.draw.pace import Metronome, Pace, files_of, forget_files, host_loader, loader_pace, same_order, step_pace, together
 from fastbench.errors import UserError
+from fastbench.measure.stations import timed_stations
 
 
 def loaders(n=64, bs=8, **kwargs):
@@ -243,6 +244,22 @@ def test_a_cache_is_named_as_it_was_tried(monkeypatch, tmp_path, whole):
 
 
 def lone_label(o): return int(o.stem) % 2
+
+
+def test_the_loader_that_is_measured_draws_what_the_learners_does(monkeypatch):
+    items, drawn = [(torch.full((4,), float(i)), i % 2) for i in range(64)], []
+    train = PartialDL(items, bs=4, partial_n=24, shuffle=True, num_workers=0, device='cpu')
+    learn = learner(DataLoaders(train, TfmdDL(items[:8], bs=4, num_workers=0, device='cpu'), device='cpu'))
+    def seen(learn, dl, *args):
+        if hasattr(dl, 'partial_n'): drawn.append(dl)
+        return step_pace(learn, dl, *args)
+    def stations(dl): drawn.append(dl); return timed_stations(dl)
+    monkeypatch.setattr(diagnose, 'step_pace', seen)
+    monkeypatch.setattr(diagnose, 'timed_stations', stations)
+    monkeypatch.setattr(diagnose, 'remedies', [o for o in remedies if 'num_workers' in o.line])
+    learn.diagnose_input(1)
+    assert {o.fake_l.num_workers > 0 for o in drawn} == {True, False}
+    assert all(o is not train and o.partial_n == 24 and len(o) == 6 for o in [*drawn, host_loader(train)])
 
 
 # Rows of a table, and loaders without a length

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import fastai.callback.progress  # adds no_bar
 from fastai.callback import mixup
 from fastai.callback.core import Callback
+from fastai.callback.data import PartialDL, WeightedDL
 from fastai.data.block import CategoryBlock, DataBlock
 from fastai.data.core import DataLoaders, Datasets
 from fastai.data.transforms import IntToFloatTensor, Normalize, RandomSplitter, get_image_files, parent_label
@@ -641,6 +642,15 @@ class Keep(Callback):
     def __init__(self, seen): self.seen = seen
     def before_batch(self):
         if self.training: self.seen.append(self.learn.xb)
+
+
+@pytest.mark.parametrize('cls, given', [(WeightedDL, dict(wgts=[0, 1, 0, 0, 0, 1, 0, 0])), (PartialDL, dict(partial_n=4))])
+def test_a_swapped_loader_samples_as_before(cls, given):
+    items = [(TensorImage(torch.rand(3, 8, 8)), torch.tensor(i)) for i in range(8)]
+    dl = cls(items, bs=2, shuffle=True, num_workers=0, device='cpu', after_batch=[fa.Flip()], **given)
+    got = fast_augment(DataLoaders(dl)).train
+    drawn = torch.cat([y for _, y in got]).tolist()
+    assert type(got) is cls and (set(drawn) <= {1, 5} if cls is WeightedDL else len(drawn) == 4 and len(got) == 2)
 
 
 class Darkest(fa.Brightness):

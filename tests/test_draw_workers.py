@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 import torch
+from fastai.callback.data import PartialDL, WeightedDL
 from fastai.data.core import DataLoaders, TfmdDL
 
 from fastbench.bench.learner import bench_learner
@@ -130,6 +131,25 @@ def test_auto_keeps_order_items_and_kind(folder, monkeypatch):  # noqa: F811
         assert (new.train.threads if kind is PoolDL else new.train.fake_l.num_workers) == 2
         for _ in range(2): assert [y.tolist() for _, y in dls.train] == [y.tolist() for _, y in new.train]
         if kind is not WatchedDL: assert same(list(dls.train), list(new.train))
+
+
+OWN_DLS = dict(weighted=(WeightedDL, dict(wgts=[0, 0, 1, 0, 1]+[0]*7)), partial=(PartialDL, dict(partial_n=5)))
+
+
+@pytest.mark.parametrize('kind', OWN_DLS)
+def test_auto_keeps_how_a_loader_samples(monkeypatch, kind):
+    cls, given = OWN_DLS[kind]
+    dls, tried = DataLoaders(*(cls(ITEMS, bs=2, shuffle=True, num_workers=0, device='cpu', **given) for _ in range(2))), []
+    with_number = workers._with
+    monkeypatch.setattr(workers, '_with', lambda dl, n: tried.append(with_number(dl, n)) or tried[-1])
+    for o in (auto_workers(dls, counts=[0, 1], batches=1).train, *tried):
+        items = torch.cat(list(o)).tolist()
+        assert type(o) is cls and (set(items) <= {2, 4} if kind == 'weighted' else len(items) == 5 and len(o) == 3)
+
+
+def test_auto_keeps_how_long_an_item_may_take():
+    watched = dl(lambda: None, timeout=3.)
+    assert workers._with(watched, 1).item_timeout == 3.
 
 
 def test_measured(folder):  # noqa: F811

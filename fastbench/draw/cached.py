@@ -33,6 +33,7 @@ from .whole import CachedDL, _check_whole, batch_crop, finish_as
 from .workers import WatchedDL, WatchedPoolDL, WatchedSeededDL
 from ..train.rehearsal import rng_kept
 from ..errors import UserError, unknown
+from ..measure.loader import same_loader
 from ..rules import check_whole
 
 # %% ../../nbs/draw/26_cached.ipynb #e91278cd
@@ -258,16 +259,6 @@ def _check_batches(dl):
     except CannotPlan as e:
         raise UserError(f'whole=True cannot make these batches: {e}. Let items be made one by one (whole=False)') from e
 
-def _same_loader(dl, data, fs):
-    "The loader of other items, with all that it was given"
-    res = dl.new(data, after_item=fs, n=dl.n)
-    passing = 'dataset', 'fake_l', 'rng', 'it', 'after_item', 'before_batch', 'after_batch'
-    if type(dl).new is TfmdDL.new: # which knows nothing of what another class was given
-        for k,v in vars(dl).items():
-            if k not in passing and not k.startswith('_'): setattr(res, k, v)
-    res.rng.setstate(dl.rng.getstate())
-    return res
-
 # %% ../../nbs/draw/26_cached.ipynb #44c0783f
 def cached_loader(dl, # A loader of fastai
                   whole=False, # Cut and mirror whole batches, by other draws of the same distribution
@@ -287,7 +278,7 @@ def cached_loader(dl, # A loader of fastai
     if not whole: _check_items(dl, fs)
     crop = batch_crop(rest) if whole else None
     data = cached_items(dl.dataset, fs, **kwargs)
-    if not whole: return _same_loader(dl, data, rest)
+    if not whole: return same_loader(dl, data, after_item=rest)
     _check_whole(data.store, crop)
     return TfmdDL.new(dl, data, CachedDL, crop=crop, source=dl, channels_last=channels_last, threads=threads, n=dl.n,
                       num_workers=0, pin_memory=False, timeout=0, after_item=rest,

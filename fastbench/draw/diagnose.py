@@ -27,6 +27,7 @@ from .swap import fast_augment
 from ..errors import UserError, plural
 from ..machine.environment import cores, worker_cores
 from ..measure.clock import train_device
+from ..measure.loader import same_loader
 from ..measure.stations import timed_stations
 from ..measure.table import Table, seconds as duration
 from ..train.rehearsal import model_kept, others_kept, parked, rng_kept
@@ -61,7 +62,7 @@ def _steps(learn, dl, each, rounds=2):
     b,ahead,files = _first_batch(dl),copies_ahead(learn, dl),files_of(dl)
     skip = _skip(dl)
     def again(**kwargs): return step_pace(learn, Repeated(b.host, dl, ahead, **kwargs), each/rounds)
-    def whole(): return step_pace(learn, same_order(dl.new()), each/rounds, skip)
+    def whole(): return step_pace(learn, same_order(same_loader(dl)), each/rounds, skip)
     def cold(): return whole() if forget_files(files) else None
     todo = dict(disk=cold, items=whole, compute=lambda: step_pace(learn, Repeated(b.ready), each/rounds), batch=again)
     if train_device(learn).type != 'cpu': todo['transfer'] = lambda: again(instead=b.ready)
@@ -110,7 +111,7 @@ remedies = []
 def _with_workers(learn):
     n,dl = worker_cores(),learn.dls.train
     if dl.fake_l.num_workers >= n: raise UserError(f'there are as many workers as cores already: {n}')
-    return DataLoaders(*[o.new(num_workers=n) for o in learn.dls.loaders], device=learn.dls.device)
+    return DataLoaders(*[same_loader(o, num_workers=n) for o in learn.dls.loaders], device=learn.dls.device)
 
 remedies.append(Remedy('a worker for each core', 'num_workers={cores}', _with_workers, ('workers={cores}',)))
 remedies.append(Remedy('decoding by threads', 'learn.fast_images()', lambda learn: fast_images(learn.dls),
@@ -256,7 +257,7 @@ def _verdict(d):
 # %% ../../nbs/draw/45_diagnose.ipynb #4f3afbb5
 def _station_rows(dl, each):
     "Stations of a few batches that are made in this process"
-    alone,tick = same_order(dl.new(num_workers=0)),Metronome(each, skip=1)
+    alone,tick = same_order(same_loader(dl, num_workers=0)),Metronome(each, skip=1)
     with timed_stations(alone) as ledger:
         for _ in alone:
             if tick(): break

@@ -23,7 +23,7 @@ from fasttransform import Pipeline
 
 from .describe import _files, _is_table, _paths
 from ..machine.device import wait_for
-from ..measure.loader import is_plain
+from ..measure.loader import is_plain, same_loader
 from ..train.loop import FastLoop
 from ..train.rehearsal import rehearse
 from ..train.transfer import batches_on
@@ -149,7 +149,7 @@ def host_loader(dl, # A fastai `DataLoader`
                 **kwargs # Of the new one: num_workers, ...
     ): # Another one
     "A loader that stops where batches leave the host"
-    new = dl.new(**kwargs)
+    new = same_loader(dl, **kwargs)
     new.device,new.after_batch = None,Pipeline([])
     return new
 

@@ -19,6 +19,7 @@ from .crop import BatchFlip
 from .erase import BatchErase
 from .workers import with_loaders
 from ..errors import UserError
+from ..measure.loader import same_loader
 
 # %% ../../nbs/draw/18_swap.ipynb #355647a2
 _ORDER = dict(flip_mat=dict(p='flip'), rotate_mat=dict(max_deg='max_rotate', p='p'),
@@ -84,9 +85,7 @@ def _swapped(dl):
     if all(a is b for a,b in zip(fs, new)):
         names = ', '.join(type(o).__name__ for o in fs) or 'none'
         raise UserError(f'none of these batch transforms has a faster one: {names}')
-    res = dl.new(after_batch=new, n=dl.n)
-    res.rng.setstate(dl.rng.getstate())
-    return res
+    return same_loader(dl, after_batch=new)
 
 
 # %% ../../nbs/draw/18_swap.ipynb #39f82d47

@@ -18,6 +18,7 @@ from torch.utils.data import get_worker_info
 
 from ..errors import UserError
 from ..machine.environment import is_alive, worker_cores
+from ..measure.loader import same_loader
 from ..train.transfer import CopiesAhead
 from .loader import PoolDL
 from .pool import DrawsInThreads, Patience, StuckWorker, stuck
@@ -32,7 +33,7 @@ def worker_counts(cores:int # Processor cores that may be used
     return res if res[-1] == cores else [*res, cores]
 
 def _with(dl, n):
-    return dl.new(threads=n, n=dl.n) if isinstance(dl, DrawsInThreads) else dl.new(num_workers=n, n=dl.n)
+    return same_loader(dl, **{'threads' if isinstance(dl, DrawsInThreads) else 'num_workers': n})
 
 def time_workers(dl, # A loader of fastai
                  counts=None, # Numbers of workers to try; None: `worker_counts` of this machine
@@ -204,13 +205,11 @@ def auto_workers(dls:DataLoaders, # Of fastai; what `fast_images` gives has thre
     rates = time_workers(dls.train, counts, batches)
     n = best_count(rates)
     def make(dl):
-        if isinstance(dl, DrawsInThreads): return dl.new(threads=n, n=dl.n, item_timeout=item_timeout)
-        res = dl.new(cls=_WATCHED.get(type(dl), type(dl)), num_workers=n, n=dl.n)
+        if isinstance(dl, DrawsInThreads): return same_loader(dl, threads=n, item_timeout=item_timeout)
+        res = same_loader(dl, cls=_WATCHED.get(type(dl), type(dl)), num_workers=n)
         if isinstance(res, Watched): res.item_timeout = item_timeout
         return res
-    loaders = [make(o) for o in dls.loaders]
-    for new,old in zip(loaders, dls.loaders): new.rng.setstate(old.rng.getstate())
-    res = with_loaders(dls, loaders)
+    res = with_loaders(dls, [make(o) for o in dls.loaders])
     res.workers,res.worker_rates = n,{k: round(r) for k,(r,_) in rates.items()}
     of = 'threads' if isinstance(dls.train, DrawsInThreads) else 'workers'
     if isinstance(info := vars(dls).get('info'), dict): res.info = info | {of: n}

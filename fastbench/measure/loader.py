@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['on_copy', 'batch_size', 'TypicalBatch', 'copying', 'host_batches', 'fastai_batches', 'is_plain', 'batches',
-           'TimedLoader', 'first_batch']
+           'same_loader', 'TimedLoader', 'first_batch']
 
 # %% ../../nbs/measure/06_loader.ipynb #49607b7a
 import multiprocessing
@@ -14,9 +14,10 @@ from contextvars import ContextVar
 from itertools import chain, product
 from math import prod
 
+from fastai.data.core import TfmdDL
 from fastai.data.load import DataLoader
 from fastai.torch_core import to_device
-from fastcore.basics import patch
+from fastcore.basics import merge, patch
 from torch import Tensor
 from ..compat import batch_iterators, remember_pass, without_subclasses
 from ..machine.group import before_fork
@@ -144,6 +145,21 @@ def batches(dl # A loader
     ): # Iterator
     "`iter(dl)`; for a plain fastai `DataLoader` with its copies announced"
     return fastai_batches(dl) if is_plain(dl) else iter(dl)
+
+# %% ../../nbs/measure/06_loader.ipynb #samldr02
+_remade = 'dataset', 'fake_l', 'rng', 'it', 'after_item', 'before_batch', 'after_batch'
+
+def same_loader(dl, # A fastai `DataLoader`
+                dataset=None, # Other items, as many; None: the same
+                **kwargs # What is to be different: num_workers, after_batch, ...
+    ): # The new one
+    "A loader like another, with all that it was given, whose next epoch has the same order"
+    res = dl.new(dataset, **merge(dict(n=dl.n), kwargs))
+    if type(dl).new in (TfmdDL.new, DataLoader.new): # which know nothing of what another class was given
+        for k,v in vars(dl).items():
+            if k not in _remade and k not in kwargs and not k.startswith('_'): setattr(res, k, v)
+    res.rng.setstate(dl.rng.getstate())
+    return res
 
 # %% ../../nbs/measure/06_loader.ipynb #fc8eb11a
 def _same(dl): return dl

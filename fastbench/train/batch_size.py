@@ -24,7 +24,7 @@ from fastcore.basics import noop, patch
 from fasttransform import Pipeline
 
 from ..measure.clock import indexed
-from ..measure.loader import is_plain
+from ..measure.loader import is_plain, same_loader
 from ..machine.environment import memory_limit
 from ..machine.device import wait_for
 from .loop import FastLoop
@@ -186,7 +186,7 @@ def _ends(o):
 # %% ../../nbs/train/09_batch_size.ipynb #a65da6b0
 def _raw(dl):
     "Of a loader of fastai, one of what it has before it goes to the device"
-    dl = dl.new(num_workers=0, drop_last=False)
+    dl = same_loader(dl, num_workers=0, drop_last=False)
     dl.device,dl.after_batch = None,Pipeline()
     return dl
 
