@@ -37,7 +37,7 @@ def stuck(what, # The item
     )->StuckWorker:
     "The error that names an item at which a worker hangs"
     return StuckWorker(f'a loader has been at {what} for {seconds:.1f} s, and hangs, it seems: {where}. Is its drive '
-                       f'there? If an item may take so long, allow more than timeout={limit:g} seconds')
+                       f'there? If an item may take so long, allow more than item_timeout={limit:g}')
 
 # %% ../../nbs/draw/04_pool.ipynb #gcdel002
 def _cleans_up(frame):
