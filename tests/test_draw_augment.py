@@ -20,7 +20,7 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.torch_core import TensorImage
 from fastai.vision import augment as fa
 from fastai.vision.core import TensorBBox, TensorMask, TensorPoint, imagenet_stats
-from fastai.vision.data import ImageBlock
+from fastai.vision.data import BBoxBlock, BBoxLblBlock, ImageBlock
 from fasttransform import Pipeline, Transform
 from PIL import Image
 from scipy.stats import chisquare, ks_2samp
@@ -219,6 +219,28 @@ def test_boxes_are_refused_by_name():
     boxes = TensorBBox(torch.rand(2, 3, 4))
     for t in BatchCrop(16), BatchAffine(16), BatchFlip():
         with pytest.raises(UserError, match='does not move boxes'): t((images(2), boxes), split_idx=0)
+
+
+def images_with_boxes(folder, tfm):
+    for i in range(8): Image.new('RGB', (40, 40), (i, 9*i, 99)).save(folder/f'{i}.png')
+    block = DataBlock((ImageBlock, BBoxBlock, BBoxLblBlock), get_items=get_image_files, get_y=[one_box, one_name], n_inp=1, item_tfms=fa.Resize(32), batch_tfms=tfm, splitter=RandomSplitter(.25, seed=0))
+    return block.dataloaders(folder, bs=2, num_workers=0, device='cpu')
+
+
+def one_box(f): return [[4., 4., 20., 30.]]
+def one_name(f): return ['x']
+
+
+@pytest.mark.parametrize('tfm', [fa.Flip(), fa.aug_transforms(size=24), fa.Brightness()])
+def test_a_learner_of_boxes_keeps_fastais_augmentation(tmp_path, tfm):
+    learn = Learner(dls := images_with_boxes(tmp_path, tfm), nn.Flatten(), loss_func=CrossEntropyLossFlat())
+    with pytest.raises(UserError, match=r'these items have boxes \(TensorBBox\), and Batch\w+ does not move boxes: leave') as e: learn.fast_augment()
+    assert '\n' not in str(e.value) and learn.dls is dls and len(dls.one_batch()) == 3
+
+
+def test_normalisation_of_images_with_boxes_is_swapped(tmp_path):
+    dls = images_with_boxes(tmp_path, Normalize.from_stats(*imagenet_stats, cuda=False))
+    for a, b in zip(dls.valid.one_batch(), fast_augment(dls).valid.one_batch()): assert type(a) is type(b) and torch.allclose(a, b, atol=1e-4)
 
 
 # Affine

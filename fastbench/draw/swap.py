@@ -10,10 +10,12 @@ from fastai.data.core import DataLoaders, TfmdDL
 from fastai.data.transforms import Normalize
 from fastai.learner import Learner
 from fastai.vision.augment import AffineCoordTfm, HSVTfm, LightingTfm, RandomErasing
+from fastai.vision.core import TensorBBox
 from fastcore.basics import patch
 
 from .affine import BatchAffine
 from .batch import BatchNormalize
+from .chance import BatchTransform
 from .colour import BatchColour
 from .crop import BatchFlip
 from .erase import BatchErase
@@ -79,13 +81,24 @@ def faster_augment(f # A batch transform
     raise UserError(f'{type(f).__name__} cannot be swapped: {why}. Leave it, or do without it')
 
 # %% ../../nbs/draw/18_swap.ipynb #a3321b14
+def _kinds(told): # told: what a loader of fastai remembers of a batch, classes in dicts of lists
+    return [o for parts in told.values() for p in parts for o in _kinds(p)] if isinstance(told, dict) else [told]
+
+def _check_boxes(dl):
+    ours = next((type(f).__name__ for f in dl.after_batch.fs if isinstance(f, BatchTransform)), None)
+    if ours and any(issubclass(o, TensorBBox) for o in _kinds(dl._types)):
+        raise UserError(f'these items have boxes (TensorBBox), and {ours} does not move boxes: leave the batch transforms '
+                        'of fastai as they are')
+
 def _swapped(dl):
     fs = list(dl.after_batch.fs)
     new = [faster_augment(f) for f in fs]
     if all(a is b for a,b in zip(fs, new)):
         names = ', '.join(type(o).__name__ for o in fs) or 'none'
         raise UserError(f'none of these batch transforms has a faster one: {names}')
-    return same_loader(dl, after_batch=new)
+    res = same_loader(dl, after_batch=new)
+    _check_boxes(res)
+    return res
 
 
 # %% ../../nbs/draw/18_swap.ipynb #39f82d47
