@@ -20,7 +20,7 @@ from fastai.callback.data import WeightedDL
 from fastai.data.core import TfmdDL
 from fastai.data.transforms import Categorize, MultiCategorize, RegressionSetup
 from fastai.interpret import Interpretation
-from fastai.learner import Learner
+from fastai.learner import Learner, load_learner
 from fastai.losses import CrossEntropyLossFlat
 from fastai.torch_core import TensorCategory, TensorImage, TensorImageBW, set_seed
 from fastai.vision.all import (CropPad, FlipItem, ImageBlock, ImageDataLoaders, MaskBlock, PILImage, PILImageBW, PointBlock, RandomCrop, RandomResizedCrop, Resize, ResizeMethod,
@@ -375,6 +375,18 @@ def test_left_out_where_that_was_asked_for(folder, tmp_path):
         list(dl)
 
 
+@pytest.mark.parametrize('n', [0, 2])
+def test_a_file_that_is_gone_is_left_out_too(folder, tmp_path, n):
+    path, (bad,) = spoiled(folder, tmp_path)
+    dl = seeded(path, partial(PoolDL, threads=n, skip_bad=True), shuffle=False, drop_last=False)
+    bad.unlink()
+    with pytest.warns(UserWarning, match='left out 1 of 25 images: cannot read the image .*No such file'): got = list(dl)
+    assert sum(len(x) for x, _ in got) == 24 and list(dl.skipped) == [str(bad)]
+    shutil.rmtree(bad.parent)
+    with pytest.raises(CorruptImage, match=r'No such file or directory, nor its folder \(is its drive there\?\)') as e: list(dl)
+    assert one_line(e)
+
+
 def test_where_each_image_has_its_row_none_is_left_out(folder, tmp_path):
     path, bad = spoiled(folder, tmp_path, 2)
     files = sorted(get_image_files(path))
@@ -643,6 +655,9 @@ def test_learner(folder, monkeypatch):
         learn.fit(1)
         assert len(learn.predict(get_image_files(folder)[0])[2]) == 3
         learn.export(folder/'x.pkl')
+    loaded = load_learner(folder/'x.pkl')
+    test = loaded.dls.test_dl(get_image_files(folder)[:4])
+    assert isinstance(test, PoolDL) and test.parts is not None and not why_not_fast(test)  # still by threads
     with pytest.raises(UserError, match="did you mean 'simplejpeg'"): learn.fast_images(decoder='simplejpg')
 
 

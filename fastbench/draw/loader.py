@@ -35,12 +35,16 @@ from .seeded import SeededDL, item_name, item_seed
 from ..rules import check_whole
 
 # %% ../../nbs/draw/06_loader.ipynb #33e307dc
+def _is_create(f):
+    "Is it fastai's `create`? In a Learner that was loaded it is a copy of that function, and not the same object"
+    return getattr(f, '__code__', None) == PILBase.create.__func__.__code__
+
 def image_class(f # A transform
     ): # The class of images that it opens, as fastai's `create` does; or None
     "Return the kind of images that a transform opens"
     for m in getattr(getattr(f, 'encodes', None), 'methods', ()):
         cls,func = getattr(m.implementation, '__self__', None),getattr(m.implementation, '__func__', None)
-        if func is PILBase.create.__func__ and isinstance(cls, type) and issubclass(cls, PILImage): return cls
+        if _is_create(func) and isinstance(cls, type) and issubclass(cls, PILImage): return cls
 
 def _named(f): return getattr(f, 'name', type(f).__name__).split(' -- ')[0].strip()
 
@@ -179,6 +183,14 @@ class PoolDL(DrawsInThreads, SeededDL):
 # %% ../../nbs/draw/06_loader.ipynb #c6fbda92
 def _nothing(*args): "Nobody wants to know"
 
+def _read(path):
+    "The bytes of a file; one that is gone alone, and not with its folder, counts as one that cannot be read"
+    try:
+        with open(path, 'rb', buffering=0) as f: return f.read() # a buffer would only be one more copy
+    except FileNotFoundError as e:
+        if os.path.isdir(os.path.dirname(path) or '.'): raise unreadable(path, e.strerror) from e
+        raise FileNotFoundError(e.errno, f'{e.strerror}, nor its folder (is its drive there?)', path) from e
+
 @patch
 def _image_into(self:PoolDL, out, i, plan, decoder):
     "Write the image of item `i` to its place"
@@ -187,7 +199,7 @@ def _image_into(self:PoolDL, out, i, plan, decoder):
     start,told = perf_counter(),self.told or _nothing
     if isinstance(o, (str, os.PathLike)):
         name = os.fspath(o)
-        with open(o, 'rb', buffering=0) as f: o = f.read() # a buffer would only be one more copy
+        o = _read(name)
         told(0, (now := perf_counter()) - start)
         start = now
     name = name or item_name(self.dataset, i)
