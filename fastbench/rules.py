@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['one_of', 'text', 'yes_no', 'is_number', 'whole', 'real', 'either', 'optional', 'points', 'switch', 'source',
-           'held_out', 'setting', 'check_setting', 'check_whole', 'check_real']
+           'held_out', 'setting', 'check_setting', 'check_whole', 'check_real', 'check_yes_no']
 
 # %% ../nbs/01_rules.ipynb #53f66a5b
 import os
@@ -131,6 +131,11 @@ def check_real(lo:float, # The smallest
     ):
     "Raise a `UserError` for an argument that is not a number, or is too small"
     _check_each(real(lo), values)
+
+def check_yes_no(**values # Arguments, by their names
+    ):
+    "Raise a `UserError` for an argument that is neither True nor False"
+    _check_each(yes_no(), values)
 
 def _check_each(rule, values):
     check,allowed = rule

@@ -1168,6 +1168,18 @@ def test_loaders_without_a_data_set_are_refused_in_one_line(make_fast):
         one_line(lambda: make_fast(DataLoaders(dl, dl)), f'{type(dl).__name__}')
 
 
+@pytest.mark.parametrize('given', [dict(whole='yes'), dict(check='no'), dict(channels_last=1, whole=True), dict(tell=3)], ids=str)
+def test_an_argument_of_another_kind_is_named(pets, tmp_path, given):
+    name, v = next(iter(given.items()))
+    with pytest.raises(UserError, match=f'^{name}={v!r} cannot be: ') as e: cached(make(pets), tmp_path/'c', **given)
+    assert '\n' not in str(e.value) and not (tmp_path/'c').exists()
+
+
+def test_a_dict_is_no_data_set(tmp_path):
+    with pytest.raises(UserError, match="cached takes DataLoaders, a loader or a data set, not {'a': 1}") as e: cached({'a': 1}, tmp_path/'c')
+    assert '\n' not in str(e.value)
+
+
 # Loaders that sample or batch in a way of their own
 
 def sevens(items): return [(x, TensorCategory(torch.tensor(7))) for x, _ in items]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from fastai.callback.data import PartialDL, WeightedDL
 from fastai.data.core import DataLoaders, TfmdDL
+from fastai.learner import Learner
 
 from fastbench.bench.learner import bench_learner
 from fastbench.draw import pool, workers
@@ -22,6 +23,7 @@ from fastbench.draw.fast import fast_images
 from fastbench.draw.loader import PoolDL
 from fastbench.draw.pool import StuckWorker
 from fastbench.draw.seeded import SeededDL
+from fastbench.draw.swap import fast_augment
 from fastbench.draw.workers import WatchedDL, WatchedPoolDL, WatchedSeededDL, auto_workers, best_count, time_workers, worker_counts
 from fastbench.errors import UserError
 from fastbench.measure.stopwatch import ManualClock
@@ -145,6 +147,18 @@ def test_auto_keeps_how_a_loader_samples(monkeypatch, kind):
     for o in (auto_workers(dls, counts=[0, 1], batches=1).train, *tried):
         items = torch.cat(list(o)).tolist()
         assert type(o) is cls and (set(items) <= {2, 4} if kind == 'weighted' else len(items) == 5 and len(o) == 3)
+
+
+def test_what_is_no_dataloaders_is_named():
+    dls = DataLoaders(TfmdDL(ITEMS, bs=2, num_workers=0))
+    learn = Learner(dls, torch.nn.Linear(1, 1), loss_func=torch.nn.MSELoss())
+    torchs = DataLoaders(torch.utils.data.DataLoader(ITEMS), path='.')
+    for f in (auto_workers, fast_augment):
+        for o, said in ((learn, rf'{f.__name__} takes DataLoaders; for a Learner: learn\.'), (dls.train, 'this is a TfmdDL: give it'), (None, 'a NoneType'), ([1], 'a list')):
+            with pytest.raises(UserError, match=said) as e: f(o)
+            assert one_line(e)
+    with pytest.raises(UserError, match=r'auto_workers takes loaders of fastai, and this is a torch\.\S+\.DataLoader: give it num_workers') as e: auto_workers(torchs)
+    assert one_line(e)
 
 
 def test_auto_keeps_how_long_an_item_may_take():

@@ -7,6 +7,7 @@ __all__ = ['draws', 'before_chance', 'cache_key', 'smaller', 'cached_items', 'Ca
 
 # %% ../../nbs/draw/26_cached.ipynb #a89b9507
 import os, random
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from .workers import WatchedDL, WatchedPoolDL, WatchedSeededDL
 from ..train.rehearsal import rng_kept
 from ..errors import UserError, unknown
 from ..measure.loader import same_loader
-from ..rules import check_whole
+from ..rules import check_whole, check_yes_no
 
 # %% ../../nbs/draw/26_cached.ipynb #e91278cd
 def draws(tfm # A transform
@@ -166,7 +167,7 @@ def _check_data(dataset):
     if hasattr(type(dataset), 'iloc'):
         raise UserError(f'cached prepares items one by one, and these are the rows of a table '
                         f'({type(dataset).__name__}), which are in memory as they are: leave their loaders alone')
-    if isinstance(dataset, str) or not all(hasattr(dataset, o) for o in ('__len__', '__getitem__')):
+    if isinstance(dataset, (str, Mapping)) or not all(hasattr(dataset, o) for o in ('__len__', '__getitem__')):
         raise UserError(f'cached takes DataLoaders, a loader or a data set, not {dataset!r:.60}')
 
 def _folder(where):
@@ -299,6 +300,8 @@ def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set
     ): # The same: `DataLoaders`, a loader or a data set
     "Do everything that is not random once, and read it from disk from then on"
     if isinstance(dls, Learner): raise UserError('cached takes loaders; for a Learner: learn.dls = cached(learn.dls)')
+    check_yes_no(whole=whole, check=check, channels_last=channels_last)
+    if not (tell is None or callable(tell)): raise UserError(f'tell={tell!r} cannot be: a function of two numbers, or None')
     kwargs = dict(where=where, size=size, store=store, encode=encode, workers=workers, check=check,
                   tell_done=tell)
     if channels_last and not whole: raise UserError('channels_last=True is for whole batches: add whole=True')

@@ -18,7 +18,7 @@ from .fastest import choose_decoder
 from .loader import PoolDL, image_parts
 from .pool import DrawsInThreads
 from .seeded import SeededDL
-from .workers import WatchedDL, WatchedPoolDL, WatchedSeededDL, with_loaders
+from .workers import WatchedDL, WatchedPoolDL, WatchedSeededDL, check_loaders, with_loaders
 from ..rules import check_real, check_whole
 
 # %% ../../nbs/draw/08_fast.ipynb #3c30acac
@@ -79,10 +79,7 @@ def _fast_loader(dl, which, prefetch, processes, **kwargs):
     return res
 
 def _check_loaders(dls):
-    if isinstance(dls, Learner): raise UserError('fast_images takes DataLoaders; for a Learner: learn.fast_images()')
-    if not isinstance(dls, DataLoaders):
-        raise UserError(f'fast_images takes DataLoaders, and this is a {type(dls).__name__}: give it the DataLoaders '
-                        'that hold the training and the validation set')
+    check_loaders(dls, 'fast_images', 'learn.fast_images()')
     if is_empty(dls.train): raise no_items(dls.path)
 
 _names = 'training','validation','third','fourth'

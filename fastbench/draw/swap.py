@@ -19,7 +19,7 @@ from .chance import BatchTransform
 from .colour import BatchColour
 from .crop import BatchFlip
 from .erase import BatchErase
-from .workers import with_loaders
+from .workers import check_loaders, with_loaders
 from ..errors import UserError
 from ..measure.loader import same_loader
 
@@ -105,6 +105,7 @@ def _swapped(dl):
 def fast_augment(dls:DataLoaders # With batch transforms of fastai: `aug_transforms`, `Normalize`
     )->DataLoaders: # Of the same class
     "Make `DataLoaders` whose augmentation takes a fraction of the time, with separate draws for each image"
+    check_loaders(dls, 'fast_augment', 'learn.fast_augment()')
     for dl in dls.loaders:
         if not isinstance(dl, TfmdDL): raise UserError(f'a {type(dl).__name__} has no batch transforms of fastai')
     return with_loaders(dls, [_swapped(o) for o in dls.loaders])

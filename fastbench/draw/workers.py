@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['worker_counts', 'time_workers', 'best_count', 'Watched', 'WatchedDL', 'WatchedSeededDL', 'WatchedPoolDL',
-           'with_loaders', 'auto_workers']
+           'with_loaders', 'check_loaders', 'auto_workers']
 
 # %% ../../nbs/draw/07_workers.ipynb #65689a57
 import faulthandler, os, re, signal, tempfile, threading
@@ -14,6 +14,8 @@ from time import monotonic, perf_counter, sleep
 
 import torch
 from fastai.data.core import DataLoaders, TfmdDL
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
 from torch.utils.data import get_worker_info
 
 from ..errors import UserError
@@ -193,6 +195,17 @@ def with_loaders(dls:DataLoaders, # Those to copy
         if k not in vars(res): setattr(res, k, v)
     return res
 
+# %% ../../nbs/draw/07_workers.ipynb #wkload03
+def check_loaders(dls, # What was given in the place of `DataLoaders`
+                  name, # Of the function that wants them
+                  line, # What to write for a Learner
+    ):
+    "Fail if these are no `DataLoaders`"
+    if isinstance(dls, Learner): raise UserError(f'{name} takes DataLoaders; for a Learner: {line}')
+    if not isinstance(dls, DataLoaders):
+        raise UserError(f'{name} takes DataLoaders, and this is a {type(dls).__name__}: give it the DataLoaders that '
+                        'hold the training and the validation set')
+
 # %% ../../nbs/draw/07_workers.ipynb #8c899891
 _WATCHED = {TfmdDL: WatchedDL, SeededDL: WatchedSeededDL}
 
@@ -202,6 +215,10 @@ def auto_workers(dls:DataLoaders, # Of fastai; what `fast_images` gives has thre
                  item_timeout:float=8., # Seconds after which an item counts as hung and is named; 0: never
     )->DataLoaders: # With `workers`: number -> samples a second
     "Return the same loaders with the number of workers that is fastest here"
+    check_loaders(dls, 'auto_workers', 'learn.dls = auto_workers(learn.dls)')
+    if other := next((o for o in dls.loaders if not isinstance(o, DataLoader)), None):
+        raise UserError(f'auto_workers takes loaders of fastai, and this is a {type(other).__module__}.'
+                        f'{type(other).__name__}: give it num_workers when you make it')
     rates = time_workers(dls.train, counts, batches)
     n = best_count(rates)
     def make(dl):
