@@ -13,7 +13,7 @@ from math import inf, isfinite
 from numbers import Integral, Real
 
 from .errors import UserError
-from .data.place import path_text
+from .data.place import path_text, share_of
 
 # %% ../nbs/01_rules.ipynb #ddd9cad0
 def _check(ok, v):
@@ -96,7 +96,7 @@ def source()->tuple: # The check, the words for it
 def held_out()->tuple: # The check, the words for it
     "The part for validation"
     def f(v):
-        if isinstance(v := _text_of(v), str): return _check(v.strip(), v)
+        if isinstance(v := share_of(_text_of(v)), str): return _check(v.strip(), v)
         return float(_check(_is(v, Real) and 0 < v < 1, v))
     return f, 'a share between 0 and 1, a column of the table or a folder in the folder, or a path'
 

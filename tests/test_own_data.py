@@ -216,6 +216,14 @@ def test_the_draw_is_the_seeds(tmp_path):
     assert load_source(str(folder), 8, seed=1).info['fingerprint'] == load_source(str(folder), 8, seed=2).info['fingerprint']
 
 
+def test_a_share_may_be_written_in_per_cent(tmp_path):
+    folder = pictures(tmp_path, n=10)
+    assert get_recipe('imagenette-xresnet18', data=str(folder), valid='25%').valid == .25
+    for o in (load_source(str(folder), 8, valid='40%').info, vision_dls(str(folder), size=8, bs=2, valid='40%', device='cpu').info):
+        assert o['valid'] == .4 and o['held_out'] == '40% of each class, drawn by the seed'
+    with pytest.raises(UserError, match='valid=1.5 cannot be: a share'): load_source(str(folder), 8, valid='150%')
+
+
 def test_pooled_and_sample_keep_their_meaning(tmp_path):
     pictures(tmp_path/'train', n=8)
     pictures(tmp_path/'valid', n=2)
@@ -235,7 +243,7 @@ def test_a_folder_smaller_than_the_recipes_batch(tmp_path):
     with pytest.raises(UserError, match='bs=32 cannot be'): learner('imagenette-xresnet18', data=str(tmp_path), **changes, bs=32)
 
 
-@pytest.mark.parametrize('valid', [0, 1, 1.5, -1, True, '', ' ', []])
+@pytest.mark.parametrize('valid', [0, 1, 1.5, -1, True, '', ' ', '0%', '100%', []])
 def test_bad_shares(valid):
     with pytest.raises(UserError, match='valid=.* is a share between 0 and 1, a column') as e: get_recipe('imagenette-xresnet18', valid=valid)
     line(e)

@@ -18,6 +18,7 @@ from typing import Annotated, Optional, get_args
 
 import typer
 
+from ..data.place import share_of
 from ..errors import UserError
 
 # %% ../../nbs/command/00_options.ipynb #0e0c592b
@@ -41,7 +42,7 @@ def samples(o): # o: what was typed
 def share(text): # text: what was typed
     "`5%` or `.05` as a share"
     text = str(text)
-    try: x = float(text.removesuffix('%'))/(100 if text.endswith('%') else 1)
+    try: x = float(share_of(text))
     except ValueError: x = -1.
     if not 0 <= x < 1: raise typer.BadParameter(f'{text!r} is not a share: write 5% or .05')
     return x

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ..errors import UserError
 from .fingerprint import fingerprint_files, fingerprint_rows
 from .folders import Found
-from .place import is_path, own_name, own_path
+from .place import is_path, own_name, own_path, share_of
 
 # %% ../../nbs/data/04_parts.ipynb #c001dfe4
 SHARE = .2  # held out by default
@@ -136,7 +136,7 @@ def load_own(data:str, # A path
              read, # Called with a path and the name of the validation folder or column; returns a `Found`
     )->OwnData:
     "Read and split your own data"
-    path,pooled = own_path(data),split == 'pooled'
+    path,pooled,valid = own_path(data),split == 'pooled',share_of(valid)
     if not isinstance(valid, (str, os.PathLike, type(None))) and not (isinstance(valid, float) and 0 < valid < 1):
         raise UserError(f'valid={valid!r} cannot be: a share between 0 and 1, a name in the data, or a path')
     if pooled and valid is not None:
