@@ -180,9 +180,7 @@ class PoolDL(DrawsInThreads, SeededDL):
         "The decoder in use, and why"
         return choose_decoder(self.decoder, self.exact)
 
-# %% ../../nbs/draw/06_loader.ipynb #c6fbda92
-def _nothing(*args): "Nobody wants to know"
-
+# %% ../../nbs/draw/06_loader.ipynb #ldread01
 def _read(path):
     "The bytes of a file; one that is gone alone, and not with its folder, counts as one that cannot be read"
     try:
@@ -190,6 +188,9 @@ def _read(path):
     except FileNotFoundError as e:
         if os.path.isdir(os.path.dirname(path) or '.'): raise unreadable(path, e.strerror) from e
         raise FileNotFoundError(e.errno, f'{e.strerror}, nor its folder (is its drive there?)', path) from e
+
+# %% ../../nbs/draw/06_loader.ipynb #c6fbda92
+def _nothing(*args): "Nobody wants to know"
 
 @patch
 def _image_into(self:PoolDL, out, i, plan, decoder):
