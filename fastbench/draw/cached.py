@@ -301,7 +301,7 @@ def cached(dls, # `DataLoaders` of fastai; or one loader; or a data set
     "Do everything that is not random once, and read it from disk from then on"
     if isinstance(dls, Learner): raise UserError('cached takes loaders; for a Learner: learn.dls = cached(learn.dls)')
     check_yes_no(whole=whole, check=check, channels_last=channels_last)
-    if not (tell is None or callable(tell)): raise UserError(f'tell={tell!r} cannot be: a function of two numbers, or None')
+    if tell is not None and not callable(tell): raise UserError(f'tell={tell!r} cannot be: a function or None')
     kwargs = dict(where=where, size=size, store=store, encode=encode, workers=workers, check=check,
                   tell_done=tell)
     if channels_last and not whole: raise UserError('channels_last=True is for whole batches: add whole=True')

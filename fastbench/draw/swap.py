@@ -87,8 +87,8 @@ def _kinds(told): # told: what a loader of fastai remembers of a batch, classes 
 def _check_boxes(dl):
     ours = next((type(f).__name__ for f in dl.after_batch.fs if isinstance(f, BatchTransform)), None)
     if ours and any(issubclass(o, TensorBBox) for o in _kinds(dl._types)):
-        raise UserError(f'these items have boxes (TensorBBox), and {ours} does not move boxes: leave the batch transforms '
-                        'of fastai as they are')
+        raise UserError(f'these items have boxes (TensorBBox), and {ours} does not move boxes: leave the '
+                        'batch transforms of fastai as they are')
 
 def _swapped(dl):
     fs = list(dl.after_batch.fs)
