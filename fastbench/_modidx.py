@@ -2782,6 +2782,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastbench.draw.store._cls': ('draw/store.html#_cls', 'fastbench/draw/store.py'),
                                       'fastbench.draw.store._damaged': ('draw/store.html#_damaged', 'fastbench/draw/store.py'),
                                       'fastbench.draw.store._numbers': ('draw/store.html#_numbers', 'fastbench/draw/store.py'),
+                                      'fastbench.draw.store._opened': ('draw/store.html#_opened', 'fastbench/draw/store.py'),
                                       'fastbench.draw.store._rename': ('draw/store.html#_rename', 'fastbench/draw/store.py'),
                                       'fastbench.draw.store.arrow': ('draw/store.html#arrow', 'fastbench/draw/store.py'),
                                       'fastbench.draw.store.as_bytes': ('draw/store.html#as_bytes', 'fastbench/draw/store.py'),

@@ -32,7 +32,7 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import TensorText
 from fastai.torch_core import TensorCategory, TensorImage, TensorMask, set_seed
 from fastai.vision.augment import FlipItem, RandomResizedCrop, Resize
-from fastai.vision.core import PILImage, PILImageBW, imagenet_stats
+from fastai.vision.core import PILImage, PILImageBW, TensorPoint, imagenet_stats
 from fastai.vision.data import ImageBlock, ImageDataLoaders, MaskBlock
 from fasttransform import DisplayedTransform, Transform
 from PIL import Image
@@ -1173,6 +1173,45 @@ def test_an_argument_of_another_kind_is_named(pets, tmp_path, given):
     name, v = next(iter(given.items()))
     with pytest.raises(UserError, match=f'^{name}={v!r} cannot be: ') as e: cached(make(pets), tmp_path/'c', **given)
     assert '\n' not in str(e.value) and not (tmp_path/'c').exists()
+
+
+def spoil(f, how):
+    if how == 'gone': f.unlink()
+    else: f.write_bytes(dict(empty=b'', text=b'hello').get(how, f.read_bytes()[:-100]))
+
+
+@pytest.mark.parametrize('how, why', [('gone', 'No such file or directory'), ('empty', 'the file is empty'), ('text', 'its content is not that of an image that Pillow knows'), ('cut', 'image file is truncated.*')])
+def test_a_file_that_cannot_be_cached_is_named_with_a_remedy(pets, tmp_path, how, why):
+    dls = make(pets, Resize(32))
+    spoil(f := dls.train.items[3], how)
+    one_line(lambda: cached(dls, tmp_path/'c', workers=0), f'^cannot prepare {f} for the cache: {why}. Restore or remove that file$')
+
+
+@pytest.mark.parametrize('store', ['array', 'parquet'])
+@pytest.mark.parametrize('name', ['index.npz', 'part-00000'])
+def test_a_damaged_cache_that_is_not_checked_is_named_when_it_is_read(pets, tmp_path, name, store):
+    def made(**kwargs): return cached(make(pets, Resize(32)), tmp_path/'c', store=store, workers=0, **kwargs)
+    folder = made().train.dataset.store.folder
+    bad = next(o for o in (folder/name, folder/f'{name}.bin', folder/f'{name}.parquet') if o.exists())
+    bad.write_bytes(bad.read_bytes()[:len(bad.read_bytes())//2])
+    one_line(lambda: made(check=False).train.one_batch(), rf'^the cache {folder} is damaged \({bad.name}\): call cached\(...\) with check=True, which makes it anew, or clear it')
+    bad.write_text('{')
+    one_line(lambda: made(check=False).train.one_batch(), 'is damaged')
+    assert len(made().train.one_batch()) == 2
+
+
+@pytest.mark.parametrize('whole', [False, True])
+def test_numbers_of_numpy_stay_as_they_are(tmp_path, whole):
+    items = [(torch.full((2,), float(i)), np.int64(i), np.float32(i/3), np.bool_(i % 2), np.float64(i/3), np.uint8(i)) for i in range(8)]
+    data = cached(items, tmp_path/'c', workers=0)
+    for a, b in zip(items, data): assert [(type(o), o) for o in a[1:]] == [(type(o), o) for o in b[1:]]
+    dl = TfmdDL(items, bs=4, num_workers=0)
+    equal(list(dl), list(cached(dl, tmp_path/'c', whole=whole, workers=0)))
+
+
+def test_a_tensor_with_more_than_numbers_is_refused_with_a_remedy(tmp_path):
+    items = [(TensorPoint(torch.zeros(1, 2), img_size=(9, 9)),)]
+    one_line(lambda: cached(items, tmp_path/'c', workers=0), 'TensorPoint carries img_size beside its numbers, .*leave its loader as it is, or make that another part of the item')
 
 
 def test_a_dict_is_no_data_set(tmp_path):

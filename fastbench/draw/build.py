@@ -17,6 +17,7 @@ import torch
 from fastcore.basics import noop
 from fastcore.imports import ipython_shell
 
+from .decode import _why as _of_image
 from .kept import FORMAT, lock_of, read_about
 from .store import Field, PARTS, PartWriter, Store, as_bytes, checksum, part_name
 from ..errors import UserError
@@ -28,6 +29,12 @@ class NoSpace(UserError):
     "A disk that cannot hold a cache"
 
 # %% ../../nbs/draw/23_build.ipynb #10c30b3e
+def _cause(e, name):
+    "What was wrong with an item, and of a file what to do"
+    if not isinstance(e, OSError): return str(e) or type(e).__name__
+    why = e.strerror or _of_image(e, not os.path.isfile(name) or os.path.getsize(name))
+    return f'{why}. Restore or remove that file' if e.filename or os.path.isfile(name) else why
+
 class Items:
     "What a cache is made of"
     def __init__(self, get, # Called with a number: the item, a tuple
@@ -40,7 +47,8 @@ class Items:
         try: return self.get(i)
         except UserError: raise
         except Exception as e:
-            raise UserError(f'cannot prepare {self.name(i)} for the cache: {str(e) or type(e).__name__}') from e
+            name = getattr(e, 'filename', None) or self.name(i)
+            raise UserError(f'cannot prepare {name} for the cache: {_cause(e, name)}') from e
 
 # %% ../../nbs/draw/23_build.ipynb #a58bb733
 def write_part(items:Items, # All of them

@@ -85,13 +85,15 @@ def as_bytes(o # An image, encoded or not; a tensor, array, number or text
         return Field('image', _cls(o), str(a.dtype), o.mode),np.ascontiguousarray(a).reshape(-1).view(np.uint8),a.shape
     if isinstance(o, Tensor):
         extra = sorted(k for k in vars(o) if k != '_meta')
-        if extra: raise UserError(f'{type(o).__name__} carries {", ".join(extra)}, which a cache does not keep')
+        if extra:
+            raise UserError(f'{type(o).__name__} carries {", ".join(extra)} beside its numbers, which alone a cache '
+                            'keeps: leave its loader as it is, or make that another part of the item')
         return Field('tensor', _cls(o), str(o.dtype).split('.')[1]),_numbers(o),tuple(o.shape)
     if isinstance(o, np.ndarray) and o.dtype != object:
         return Field('array', _cls(o), str(o.dtype)),np.ascontiguousarray(o).reshape(-1).view(np.uint8),o.shape
     if isinstance(o, str): return Field('text', _cls(o)),np.frombuffer(o.encode(), np.uint8),()
-    if isinstance(o, (bool, int, float)):
-        a = np.array(float(o) if isinstance(o, float) else int(o))
+    if isinstance(o, (bool, int, float, np.number, np.bool_)):
+        a = np.array(o if isinstance(o, (float, np.generic)) else int(o))
         return Field('value', _cls(o), str(a.dtype)),a.reshape(1).view(np.uint8),()
     raise UserError(f'a cache keeps images, tensors, arrays, numbers and texts, not {type(o).__name__}')
 
@@ -201,6 +203,7 @@ class MapPart:
         self.data = np.zeros(0, np.uint8) if empty else np.memmap(path, np.uint8, 'c') # c: nobody can write to the file
         self.data = self.data.view(np.ndarray)
         self.ends,self.nf = np.concatenate([[0], ends.ravel()]).tolist(),ends.shape[1]
+        if len(self.data) != self.ends[-1]: raise ValueError(f'{len(self.data)} bytes, not {self.ends[-1]}')
     def raw(self, i, j): # i: item within the part; j: field
         "The bytes of a field, not copied"
         at = i*self.nf + j
@@ -236,6 +239,21 @@ def parts_in_memory(ends, # As for `MapPart`, of all parts
     largest = max(int(ends[min(i+per_part, len(ends))-1,-1]) for i in range(0, len(ends), per_part))
     return max(16, int(share*psutil.virtual_memory().available/processes/max(largest, 1)))
 
+# %% ../../nbs/draw/22_store.ipynb #strdmg02
+def _damaged(path):
+    return UserError(f'the cache {path.parent} is damaged ({path.name}): call cached(...) with check=True, which makes '
+                     'it anew, or clear it (fastbench cache clear)')
+
+def _opened(cls, path, ends):
+    "A part of a cache"
+    try: return cls(path, ends)
+    except FileNotFoundError:
+        raise UserError(f'{path} is gone: was this cache cleared while it was used? Call cached(...) again, which '
+                        'makes it anew') from None
+    except (ValueError, OSError) as e:
+        if getattr(e, 'errno', None): raise # the system's; those of pyarrow have no number
+        raise _damaged(path) from e
+
 # %% ../../nbs/draw/22_store.ipynb #20c48a50
 class Store:
     "Items on disk"
@@ -246,8 +264,10 @@ class Store:
         self.folder,self.about,self.n,self.per_part = Path(folder),about,about['n'],about['per_part']
         self.fields = [Field(**o) for o in about['types']]
         self.ext,self.part_cls,_ = PARTS[about['store']]
-        with np.load(self.folder/'index.npz') as f: index = {k: f[k] for k in f.files}
-        self.ends,self.shapes,self.parts = index['ends'],[index[f'shape{j}'] for j in range(len(self.fields))],{}
+        self.parts,path,shapes = {},self.folder/'index.npz',[f'shape{j}' for j in range(len(self.fields))]
+        try:
+            with np.load(path) as f: self.ends,self.shapes = f['ends'],[f[k] for k in shapes]
+        except Exception as e: raise _damaged(path) from e
 
     def __len__(self): return self.n
     def __getstate__(self): return self.__dict__ | dict(parts={}, room=None)
@@ -259,10 +279,7 @@ class Store:
             if self.room is None: self.room = parts_in_memory(self.ends, self.per_part)
             for o in list(self.parts)[:max(0, len(self.parts)-self.room+1)]: self.parts.pop(o, None)
         rows,path = slice(k*self.per_part, (k+1)*self.per_part),self.folder/part_name(k, self.ext)
-        try: return self.parts.setdefault(k, self.part_cls(path, self.ends[rows]))
-        except FileNotFoundError:
-            raise UserError(f'{path} is gone: was this cache cleared while it was used? Call cached(...) again, which '
-                            'makes it anew') from None
+        return self.parts.setdefault(k, _opened(self.part_cls, path, self.ends[rows]))
 
     def raw(self, i, j): # i: item; j: field
         "The bytes of a field of an item, not copied"
