@@ -161,7 +161,7 @@ def __call__(self:Describer, o):
     if isinstance(o, functools.partial): return ['partial', self(o.func), self(o.args), self(o.keywords)]
     if isinstance(o, types.MethodType): return ['method', self(o.__self__), self(o.__func__)]
     if isinstance(o, functools._lru_cache_wrapper):
-        self.refuse('it keeps results (functools.lru_cache), and with them what files said then. Leave the decorator out')
+        self.refuse('it keeps results (functools.lru_cache), and so what files said. Leave the decorator out')
     if isinstance(o, types.FunctionType): return self.code(o)
     if isinstance(o, type): return self.kind(o)
     if isinstance(o, (list, tuple, L)): return [type(o).__name__, [self(v) for v in o]]
