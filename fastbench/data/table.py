@@ -175,6 +175,7 @@ def _unclear(df, where, taken):
         except UserError as e: return f'{e}. To have a share drawn instead, say so (valid=.2, or --valid 20%)'
     return ''
 
+# %% ../../nbs/data/02_table.ipynb #spcol02b
 def split_of(df, # DataFrame
              where:str, # Name of the table
              valid:str|None=None, # The column that separates validation from training; None: known by its name

@@ -284,6 +284,7 @@ def _beside(make, items, paths, known):
                       'not made anew when it changes. Clear the cache then (fastbench cache clear)', stacklevel=2)
     return files
 
+# %% ../../nbs/draw/21_describe.ipynb #dscrbes2
 def fingerprint_items(items, # What a data set begins with
                       pipelines=(), # Lists of transforms, which may lead from an item to a file
                       texts=(), # That the transforms hold: they may name files, too

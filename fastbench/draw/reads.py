@@ -23,6 +23,7 @@ def _note(event, args):
 @lru_cache(None)
 def _listen(): sys.addaudithook(_note)
 
+# %% ../../nbs/draw/20_reads.ipynb #reads05b
 @contextmanager
 def opened_files():
     "Collect the files that this thread opens for reading in the block"
@@ -59,6 +60,7 @@ def _reads(make, idxs, known):
         res[i] = {o for o in seen if o not in known and _is_data(o) and os.path.isfile(o)}
     return res
 
+# %% ../../nbs/draw/20_reads.ipynb #reads11b
 def files_beside(make, # Makes an item of its number
                  items, # Files that the items are; None where one is none
                  known=(), # Files that are known of anyway

@@ -244,6 +244,7 @@ def _damaged(path):
     return UserError(f'the cache {path.parent} is damaged ({path.name}): call cached(...) with check=True, which makes '
                      'it anew, or clear it (fastbench cache clear)')
 
+# %% ../../nbs/draw/22_store.ipynb #strdmg03
 def _opened(cls, path, ends):
     "A part of a cache"
     try: return cls(path, ends)
