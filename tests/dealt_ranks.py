@@ -227,7 +227,7 @@ def alone_in_a_step(strategy):
 
 
 LEAVES = dict(batch=CancelBatchException, backward=CancelBackwardException, epoch=CancelEpochException, fit=CancelFitException)
-LEFT = [f'{e}-{k}' for e in ('before_batch', 'after_pred', 'after_loss', 'before_backward') for k in LEAVES if k != 'backward' or e == 'before_backward']
+LEFT = [f'{e}-{k}' for e in ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward') for k in LEAVES if k != 'backward' or e == 'before_backward']
 
 
 def leaving(event, why, ranks):

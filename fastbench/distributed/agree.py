@@ -108,7 +108,8 @@ def _agree(self:DecideTogether, why):
     raise why
 
 # %% ../../nbs/distributed/01_agree.ipynb #meet0002
-MEETINGS = dict(before_batch=('before_batch',), before_backward=('after_pred', 'after_loss', 'before_backward'))
+MEETINGS = dict(before_batch=('before_batch',), before_backward=('after_pred', 'after_loss', 'before_backward'),
+                after_backward=('after_cancel_backward', 'after_backward'))
 
 def meetings_of(cbs # Callbacks
     )->list: # Of a bool for each of `MEETINGS`
@@ -121,12 +122,12 @@ def _meet(self:DecideTogether, name, why=None, left=False):
     "Tell all whether this process goes on with the batch; raise what ends it for all"
     if name not in self._ahead: return
     self._ahead.remove(name)
-    with noted(self.learn, LOSS_SYNC, FIRST['before_batch'] if name == 'before_batch' else LAST[name]):
+    with noted(self.learn, LOSS_SYNC, LAST[name] if name == 'before_backward' else FIRST[name]):
         most,who,here = map(int, max_over_ranks([level(why), left*(rank()+1), not left]))
     if most > level(why): raise _ending(most, training=True)
     if who and here and not most: raise UserError(
-        f'process {who-1} left out batch {self.learn.iter+1} of the epoch, and others did not: they would wait for its '
-        'gradients. A callback cancelled it there. Let it decide by what is the same in all, such as '
+        f'process {who-1} left out batch {self.learn.iter+1} of the epoch, and others did not: they would wait for '
+        'it. A callback cancelled it there. Let it decide by what is the same in all, such as '
         'fastbench.machine.group.any_rank(flag)')
 
 @patch
@@ -144,7 +145,8 @@ def _plan_meetings(self:DecideTogether):
     needed = max_over_ranks(list(map(int, meetings_of(self.learn.cbs))))
     self._meetings = [k for k,o in zip(MEETINGS, needed) if o]
     for o in self.learn.cbs:
-        if isinstance(o, WeighShares): self.at_end(override(o, 'before_batch', self._before('before_batch')))
+        for k in ('before_batch', 'after_backward') if isinstance(o, WeighShares) else ():
+            self.at_end(override(o, k, self._before(k)))
     self.at_end(override(self.learn, '_backward', self._before('before_backward')))
 
 @patch
@@ -162,8 +164,8 @@ def after_cancel_batch(self:DecideTogether):
 
 @patch
 def after_cancel_backward(self:DecideTogether):
-    "As above"
-    if why := self._leave(): raise why
+    "Come to the meeting that is left out with the backward pass"
+    self._meet('before_backward', left=True)
 
 # %% ../../nbs/distributed/01_agree.ipynb #2c955d7e
 @patch
