@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import fastai.callback.schedule  # adds lr_find
-from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException
+from fastai.callback.core import Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, CancelTrainException, CancelValidException
 from fastai.callback.progress import CSVLogger, ShowGraphCallback
 from fastai.callback.rnn import ModelResetter
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders, Datasets, TfmdDL
 from fastai.data.load import DataLoader
 from fastai.data.transforms import RandomSplitter
-from fastai.learner import load_learner
+from fastai.learner import Learner, load_learner
 from fastai.metrics import CorpusBLEUMetric, Dice, DiceMulti, JaccardCoeff, JaccardCoeffMulti
 from fastai.losses import CrossEntropyLossFlat, FocalLossFlat, LabelSmoothingCrossEntropy
 from fastai.text.data import LMDataLoader
@@ -126,10 +126,10 @@ CASES = dict(class_weights=lambda: dict(loss_func=CrossEntropyLossFlat(weight=WE
              collate=lambda: dict(dls=torch_dls(collate_fn=tripled)), directed=lambda: dict(model=Two(), cbs=[Directs()]), language_model=lambda: dict(dls=texts_dls(), model=Reader(), loss_func=CrossEntropyLossFlat(), cbs=[ModelResetter()]), sampler=lambda: dict(dls=torch_dls(sampler=Halves())), torch_loader=lambda: dict(dls=torch_dls()))
 
 
-def learner(dls=None, model=None, loss_func=None, n_targets=None, cbs=(), **kwargs):
+def learner(dls=None, model=None, loss_func=None, n_targets=None, cbs=(), loop='lean', **kwargs):
     torch.manual_seed(0)
     if model: model.apply(lambda m: getattr(m, 'reset_parameters', lambda: None)())
-    learn = BenchLearner(dls or fastai_dls(), model or nn.Linear(4, 3), loss_func=loss_func or nn.CrossEntropyLoss(), cbs=cbs, **kwargs)
+    learn = (BenchLearner if loop == 'lean' else Learner)(dls or fastai_dls(), model or nn.Linear(4, 3), loss_func=loss_func or nn.CrossEntropyLoss(), cbs=cbs, **kwargs).bench(lean=loop == 'lean')
     if n_targets: learn.n_targets = n_targets
     return learn
 
@@ -245,6 +245,37 @@ def left(strategy, what, *ranks):
         with learn.distributed(strategy, cpu=True, tell=lambda o: None): fit(learn)
     line = said(f)
     return line, group.gather(learn.steps), line or len(set(group.gather(str(flat(learn.model).tolist()))))
+
+
+ENDS = LEAVES | dict(train=CancelTrainException, validate=CancelValidException)
+OUTSIDE = [f'{e}:{k}:{order}:{loop}' for e, k, order, loop in [*((f'{when}_{what}', 'fit', order, 'lean') for what in ('epoch', 'train', 'validate') for when in ('before', 'after') for order in (0, 200)),
+           ('before_epoch', 'epoch', 0, 'lean'), ('before_train', 'epoch', 0, 'fastai'), ('after_train', 'epoch', 0, 'lean'), ('after_validate', 'epoch', 0, 'lean'), ('before_train', 'train', -20, 'lean'), ('before_validate', 'validate', 0, 'lean'),
+           ('before_validate', 'validate', 200, 'fastai'), ('after_cancel_train', 'fit', 0, 'lean'), ('after_epoch', 'fit', 0, 'fastai')]]
+
+
+def ended(strategy, what, *ranks):
+    "As `left`, of what the processes `ranks` end in the second epoch outside of a batch, with a callback of the same order that exchanges something"
+    event, why, order, loop = what.split(':')
+    def end(self):
+        if self.epoch == 1 and group.rank() in ranks: raise ENDS[why]
+    def cancel(self): raise CancelTrainException
+    def exchange(self): group.gather(0)
+    def count(self): self.learn.steps = getattr(self.learn, 'steps', 0) + 1
+    def made(**events): return type('Mine', (Callback,), dict(order=int(order), **events))()
+    learn = learner(cbs=[made(**{event: end}), made(**{event: exchange}), made(after_step=count), *[made(before_train=cancel)]*('cancel' in event)], loop=loop)
+    learn.steps = 0
+    def f():
+        with learn.distributed(strategy, cpu=True, tell=lambda o: None): fit(learn, 3)
+    line = said(f)
+    return line, group.gather((learn.steps, len(learn.recorder.values))), line or len(set(group.gather(str(flat(learn.model).tolist()))))
+
+
+def validated(strategy):
+    "How a validation on its own ends in each process, if the last one ends it"
+    def end(self):
+        if group.rank(): raise CancelFitException
+    learn = learner(cbs=[type('Mine', (Callback,), dict(before_validate=end))()])
+    with learn.distributed(strategy, cpu=True, tell=lambda o: None), learn.no_bar(), learn.no_logging(): return group.gather(said(learn.validate))
 
 
 class Spare(nn.Linear):
@@ -378,6 +409,8 @@ def main(folder):
         group.barrier()
         own |= dict(split=another_split(strategy), graph=graph(strategy), alone=alone_in_a_step(strategy), option=wrong_option(strategy), unused=unused(strategy), exported=exported(folder, strategy))
         own['left'] = {k: dict(by_one=left(strategy, k, 1), by_all=left(strategy, k, 0, 1)) for k in LEFT}
+        own['ended'] = {k: dict(by_one=ended(strategy, k, 1), by_all=ended(strategy, k, 0, 1)) for k in OUTSIDE}
+        own['validated'] = validated(strategy)
         learn = learner()
         with learn.distributed(strategy, cpu=True, tell=lambda o: None): own['lr_find'] = dict(want=one, got=found(learn))
     res['workers'] = with_workers()

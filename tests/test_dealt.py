@@ -117,6 +117,24 @@ def test_what_one_process_leaves_all_leave_and_a_batch_of_one_is_an_error_in_all
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
+@pytest.mark.parametrize('what', dealt_ranks.OUTSIDE)
+def test_what_one_process_ends_outside_of_a_batch_all_end(two, strategy, what):
+    "Epochs of four batches: in the second of three, as if all had ended it"
+    for r in two:
+        o = r[strategy]['ended'][what]
+        assert o['by_one'] == o['by_all'] and o['by_all'][0] is None and o['by_all'][2] == 1, o
+        (steps, epochs), other = o['by_all'][1]
+        assert [steps, epochs] == other
+        event, why, order, _ = what.split(':')
+        if why == 'fit' and 'cancel' not in event: assert steps == (4 if event in ('before_epoch', 'before_train') else 8) and epochs == 1 + (event == 'after_epoch' and order == '200')
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_a_validation_on_its_own_ends_in_all(two, strategy):
+    for r in two: assert r[strategy]['validated'] == ['CancelFitException: ']*2
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
 def test_an_unknown_option_of_a_strategy_is_named(two, strategy):
     for r in two: assert r[strategy]['option'].startswith(f"UserError: unknown option of strategy '{strategy}' 'cpus'; did you mean 'cpu'?")
 

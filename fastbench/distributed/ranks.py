@@ -151,17 +151,19 @@ def after_batch(self:RankTrainer):
 @patch
 def after_train(self:RankTrainer):
     "Add up the training metrics of all ranks"
-    if self._recorded('train_metrics'): self._add_up(self.learn.metrics)
+    if self._recorded('train'): self._add_up(self.learn.metrics)
 
 @patch
 def after_validate(self:RankTrainer):
     "Add up the loss and the metrics of all ranks"
-    if self._recorded('valid_metrics'): self._add_up([self.recorder.loss, *self.learn.metrics])
+    if self._recorded('valid'): self._add_up([self.recorder.loss, *self.learn.metrics])
 
 @patch
 def _recorded(self:RankTrainer, which):
-    "Return whether the recorder of several ranks writes `which`"
-    return world_size() > 1 and not self._predicts and getattr(getattr(self.learn, 'recorder', None), which, False)
+    "Return whether the recorder of several ranks writes the metrics of `which`, which was not cancelled"
+    rec = getattr(self.learn, 'recorder', None)
+    if world_size() < 2 or self._predicts or getattr(rec, f'cancel_{which}', False): return False
+    return getattr(rec, f'{which}_metrics', False)
 
 @patch
 def _add_up(self:RankTrainer, metrics):
