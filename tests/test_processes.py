@@ -10,6 +10,7 @@ import pytest
 
 import fastbench
 from fastbench.bench.processes import STRATEGIES, launch_processes, _rank_variables
+from fastbench.distributed.board import Board, blame
 from fastbench.errors import UserError
 from fastbench.measure.phases import SYNCS
 from fastbench.recipe import get_recipe
@@ -103,6 +104,20 @@ def test_what_the_processes_print_is_shown_without_words_of_torchrun(tmp_path, c
 def test_a_process_that_hangs_is_named_with_its_place(tmp_path):
     run = launched(tmp_path, 'hang', timeout=30)  # they may begin that far apart
     assert run.error.startswith('process 1 hung: it stood in stand_still (trouble.py:') and 'stand_still' in run.traceback
+
+
+GLOO = 'RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/{}'
+CLOSED = 'pair.cc:561] Connection closed by peer [10.0.0.2]:9369. This is typically caused by a remote worker crashing. Check the logs of the remote worker before reporting an error. GLHF! \U0001f3d6\ufe0f'
+
+
+@pytest.mark.parametrize('said,why', [('unbound_buffer.cc:78] Timed out waiting 15000ms for recv operation to complete (in Own.after_step)', 'it waited 15 s in vain'), (CLOSED + ' (in Own.after_step)', 'its connection to 10.0.0.2 was closed')])
+def test_processes_that_fall_out_of_step_are_told_so_in_plain_words(tmp_path, said, why):
+    for r, line in enumerate((CLOSED, said)):
+        Board(tmp_path, r).begin()
+        Board(tmp_path, r).say('error', line=GLOO.format(line), of_user=False, echo=True, traceback='of it', time=2-r)
+    line = blame(Board(tmp_path, None))['line']
+    assert line.startswith(f'process 1 and the others lost each other (process 1 in Own.after_step): {why}. They fell out of step') and 'any_rank(flag)' in line
+    assert not any(o in line for o in ('gloo', '__w', 'GLHF', '.cc')) and '\n' not in line
 
 
 BUSY = """

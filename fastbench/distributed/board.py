@@ -179,6 +179,24 @@ def _killed(code):
     name = signal.Signals(-code).name
     return f'was killed by {name}' + (': often the system ran out of memory' if name == 'SIGKILL' else '')
 
+# %% ../../nbs/distributed/10_board.ipynb #outstep2
+def _echoed(line):
+    "What helps of the error of a process that lost another"
+    if m := re.search(r'timed out waiting (\d+) ?ms', line, re.I): return f'it waited {int(m[1])/1000:g} s in vain'
+    if m := re.search(r'connection (?:closed|reset|refused)[^[]*(?:\[([^]]+)\])?', line, re.I):
+        return f'its connection to {m[1] or "another"} was closed'
+    return re.sub(r'\[\S+:\d+\] *| *This is typically caused by.*', '', line)
+
+def _apart(errors):
+    "Return what to say of processes that only report that they have lost each other"
+    first,*more = sorted(errors, key=lambda r: errors[r]['time'])
+    places = {r: m[1] for r in (first, *more) if (m := re.search(r'\(in (\w+\.\w+)\)', errors[r]['line']))}
+    where = f' ({", ".join(f"process {r} in {o}" for r,o in places.items())})' if places else ''
+    said = re.sub(r' *\(in \w+\.\w+\)', '', _echoed(errors[first]['line']))
+    return dict(errors[first], rank=first, line=f'process {first} and the others lost each other{where}: {said}. They '
+                'fell out of step, as when a callback of one does or leaves out what those of the others do not (let '
+                'all decide alike: fastbench.machine.group.any_rank(flag)), or the network between them failed')
+
 # %% ../../nbs/distributed/10_board.ipynb #e3a6102a
 def blame(board:Board, # Board of processes that have ended
           codes=None, # rank -> exit code
@@ -199,7 +217,7 @@ def blame(board:Board, # Board of processes that have ended
         late = 'timed out' in errors[r]['line'].lower()
         ended = [o for o in errors if not errors[o]['traceback']] if late else []
         if hung := _hung(board, ended, but=_exchanges): return hung
-        return dict(errors[r], rank=r, line=f"process {r} and the others lost each other: {errors[r]['line']}")
+        return _apart(errors)
     return dict(said, rank=None, line='no process has begun')
 
 # %% ../../nbs/distributed/10_board.ipynb #ae608dd1
