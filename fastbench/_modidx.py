@@ -1641,6 +1641,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fastbench/distributed/dealt.py'),
                                              'fastbench.distributed.dealt.RankDL.load_state_dict': ( 'distributed/dealt.html#rankdl.load_state_dict',
                                                                                                      'fastbench/distributed/dealt.py'),
+                                             'fastbench.distributed.dealt.RankDL.n_inp': ( 'distributed/dealt.html#rankdl.n_inp',
+                                                                                           'fastbench/distributed/dealt.py'),
                                              'fastbench.distributed.dealt.RankDL.no_more': ( 'distributed/dealt.html#rankdl.no_more',
                                                                                              'fastbench/distributed/dealt.py'),
                                              'fastbench.distributed.dealt.RankDL.randomize': ( 'distributed/dealt.html#rankdl.randomize',

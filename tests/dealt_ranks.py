@@ -115,6 +115,22 @@ def texts_dls():
     return DataLoaders(made([torch.arange(i*i, i*i + 12 + i) % 23 for i in range(8)], True), made([torch.arange(65) % 23], False), device='cpu')
 
 
+class Takes(nn.Linear):
+    "Something else if it is fed a target"
+    def __init__(self): super().__init__(4, 3)
+    def forward(self, x, target=None): return super().forward(x) if target is None else super().forward(x)*target[:, None]
+
+
+def of_last(p, *ys): return F.cross_entropy(p, ys[-1])
+
+
+def two_targets(cls):
+    "`n_inp` set on the loaders themselves"
+    dls = DataLoaders(*[cls(both(X, Y, Y), batch_size=bs()) for _ in range(2)], device='cpu')
+    for o in dls: o.n_inp = 1
+    return dict(dls=dls, model=Takes(), loss_func=of_last)
+
+
 def ignoring(): return dict(dls=fastai_dls(POINTS), model=Points())
 CASES = dict(class_weights=lambda: dict(loss_func=CrossEntropyLossFlat(weight=WEIGHT)), torch_weights=lambda: dict(loss_func=nn.CrossEntropyLoss(weight=WEIGHT)),
              nll=lambda: dict(loss_func=nn.NLLLoss(weight=WEIGHT), model=nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1))),
@@ -122,7 +138,7 @@ CASES = dict(class_weights=lambda: dict(loss_func=CrossEntropyLossFlat(weight=WE
              probabilities=lambda: dict(dls=fastai_dls(torch.eye(3)[Y]*.8 + .1), loss_func=nn.CrossEntropyLoss(weight=WEIGHT)),
              partly=lambda: dict(loss_func=partial(F.cross_entropy, weight=WEIGHT)), partly_ignored=lambda: dict(ignoring(), loss_func=partial(F.cross_entropy, ignore_index=255)),
              own_count=lambda: dict(loss_func=nn.CrossEntropyLoss(weight=WEIGHT.flip(0)), n_targets=lambda yb: WEIGHT.flip(0)[yb[0]].sum()),
-             drop_last=lambda: dict(dls=fastai_dls(n=58, used=48, drop_last=True)), thawed=lambda: dict(model=two_layers(), cbs=[Thaws()], splitter=lambda m: [list(m[0].parameters()), list(m[2].parameters())]), frozen=lambda: dict(model=two_layers(), cbs=[Freezes(), GradientAccumulation(32)]),
+             n_inp=lambda: two_targets(DataLoader), n_inp_of_torch=lambda: two_targets(TorchDL), drop_last=lambda: dict(dls=fastai_dls(n=58, used=48, drop_last=True)), thawed=lambda: dict(model=two_layers(), cbs=[Thaws()], splitter=lambda m: [list(m[0].parameters()), list(m[2].parameters())]), frozen=lambda: dict(model=two_layers(), cbs=[Freezes(), GradientAccumulation(32)]),
              collate=lambda: dict(dls=torch_dls(collate_fn=tripled)), directed=lambda: dict(model=Two(), cbs=[Directs()]), language_model=lambda: dict(dls=texts_dls(), model=Reader(), loss_func=CrossEntropyLossFlat(), cbs=[ModelResetter()]), sampler=lambda: dict(dls=torch_dls(sampler=Halves())), torch_loader=lambda: dict(dls=torch_dls()))
 
 

@@ -40,6 +40,8 @@ class RankDL(CopiesAhead, DistributedDL):
     repeats,mine = True,None
     @property
     def by_batch(self): return hasattr(self.dl, 'begin_epoch') and self.bs
+    @property
+    def n_inp(self): return self.dl.n_inp
     def get_idxs(self):
         if self.repeats or self.drop_last: return self._shares() if self.by_batch else self._stretch()
         idxs = self._broadcast(list(self.dl.get_idxs()), 0)
@@ -199,6 +201,7 @@ def _of_torch(dl):
                      timeout=dl.timeout, drop_last=dl.drop_last, persistent_workers=dl.persistent_workers,
                      n=len(dl.sampler), get_idxs=lambda: list(dl.sampler), create_batch=dl.collate_fn,
                      retain=lambda res, b: res, wif=prepare)
+    if hasattr(dl, 'n_inp'): res.n_inp = dl.n_inp
     res.generator = dl.generator or getattr(dl.sampler, 'generator', None) # its state belongs to a checkpoint
     return res
 
