@@ -19,6 +19,7 @@ from fastai.metrics import CorpusBLEUMetric, Dice, DiceMulti, JaccardCoeff, Jacc
 from fastai.losses import CrossEntropyLossFlat, FocalLossFlat, LabelSmoothingCrossEntropy
 from fastai.text.data import LMDataLoader
 from fastai.text.learner import LMLearner
+from fastcore.basics import chunked
 from torch import nn
 from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
 from torch.utils.data import DataLoader as TorchDL
@@ -138,7 +139,7 @@ CASES = dict(class_weights=lambda: dict(loss_func=CrossEntropyLossFlat(weight=WE
              probabilities=lambda: dict(dls=fastai_dls(torch.eye(3)[Y]*.8 + .1), loss_func=nn.CrossEntropyLoss(weight=WEIGHT)),
              partly=lambda: dict(loss_func=partial(F.cross_entropy, weight=WEIGHT)), partly_ignored=lambda: dict(ignoring(), loss_func=partial(F.cross_entropy, ignore_index=255)),
              own_count=lambda: dict(loss_func=nn.CrossEntropyLoss(weight=WEIGHT.flip(0)), n_targets=lambda yb: WEIGHT.flip(0)[yb[0]].sum()),
-             n_inp=lambda: two_targets(DataLoader), n_inp_of_torch=lambda: two_targets(TorchDL), drop_last=lambda: dict(dls=fastai_dls(n=58, used=48, drop_last=True)), thawed=lambda: dict(model=two_layers(), cbs=[Thaws()], splitter=lambda m: [list(m[0].parameters()), list(m[2].parameters())]), frozen=lambda: dict(model=two_layers(), cbs=[Freezes(), GradientAccumulation(32)]),
+             n_inp=lambda: two_targets(DataLoader), reversed=lambda: dict(dls=of_own(lambda: Reversed(both(X, Y), bs=bs(), do_setup=False, num_workers=0))), n_inp_of_torch=lambda: two_targets(TorchDL), drop_last=lambda: dict(dls=fastai_dls(n=58, used=48, drop_last=True)), thawed=lambda: dict(model=two_layers(), cbs=[Thaws()], splitter=lambda m: [list(m[0].parameters()), list(m[2].parameters())]), frozen=lambda: dict(model=two_layers(), cbs=[Freezes(), GradientAccumulation(32)]),
              collate=lambda: dict(dls=torch_dls(collate_fn=tripled)), directed=lambda: dict(model=Two(), cbs=[Directs()]), language_model=lambda: dict(dls=texts_dls(), model=Reader(), loss_func=CrossEntropyLossFlat(), cbs=[ModelResetter()]), sampler=lambda: dict(dls=torch_dls(sampler=Halves())), torch_loader=lambda: dict(dls=torch_dls()))
 
 
@@ -178,7 +179,21 @@ class OwnBatches(torch.utils.data.Sampler):
     def __iter__(self): return iter([(Y == i).nonzero()[:8, 0].tolist() for i in range(3)])
 
 
-REFUSED = dict(too_few=lambda: fastai_dls(n=10, drop_last=True), few_tokens=lambda: DataLoaders(*[LMDataLoader([torch.arange(2)]*2, bs=2, seq_len=10, do_setup=False) for _ in range(2)], device='cpu'), stream=lambda: DataLoaders(TorchDL(Endless(), batch_size=8), fastai_dls().valid, device='cpu'),
+class Fixed(DataLoader):
+    "Always makes the same batches"
+    def create_batches(self, samps): yield from (self.do_batch([self.dataset[i] for i in range(8)]) for _ in range(2))
+
+
+class Reversed(TfmdDL):
+    "Makes the batches of the items that it is told"
+    def create_batches(self, samps): yield from (self.do_batch([self.dataset[i] for i in b]) for b in chunked(reversed([*samps]), self.bs))
+
+
+def of_own(made): return DataLoaders(made(), fastai_dls().valid, device='cpu')
+
+
+REFUSED = dict(own_batches=lambda: of_own(lambda: Fixed(TensorDataset(X, Y), bs=8)), own_sample=lambda: of_own(lambda: DataLoader(TensorDataset(X, Y), bs=8, sample=lambda: iter(range(8)))),
+               too_few=lambda: fastai_dls(n=10, drop_last=True), few_tokens=lambda: DataLoaders(*[LMDataLoader([torch.arange(2)]*2, bs=2, seq_len=10, do_setup=False) for _ in range(2)], device='cpu'), stream=lambda: DataLoaders(TorchDL(Endless(), batch_size=8), fastai_dls().valid, device='cpu'),
                fastai_stream=lambda: DataLoaders(DataLoader(Endless(), bs=8), fastai_dls().valid, device='cpu'),
                dealt=lambda: torch_dls(sampler=DistributedSampler(range(N), 2, group.rank())), by_batches=lambda: DataLoaders(*[TorchDL(TensorDataset(X, Y), batch_sampler=OwnBatches()) for _ in range(2)], device='cpu'),
                own=lambda: DataLoaders(Own(TensorDataset(X, Y), batch_size=8), fastai_dls().valid, device='cpu'), strange=lambda: DataLoaders(iter([(X[:8], Y[:8])]), fastai_dls().valid))

@@ -81,7 +81,7 @@ def test_lr_find_goes_through_all_learning_rates(two, strategy):
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
 @pytest.mark.parametrize('name,why', [('too_few', '10 items are less than one batch of all processes, 2 x 8'), ('few_tokens', '4 tokens are not enough for 2 x 2 rows'), ('stream', 'a stream'), ('fastai_stream', 'a stream'), ('dealt', 'DistributedSampler'),
-                                      ('by_batches', 'OwnBatches'), ('own', '__iter__ of its own'), ('strange', 'list_iterator')])
+                                      ('by_batches', 'OwnBatches'), ('own', '__iter__ of its own'), ('own_batches', 'Fixed: what its own create_batches makes'), ('own_sample', 'DataLoader: what its own sample draws'), ('strange', 'list_iterator')])
 def test_loaders_that_cannot_be_dealt_are_refused_in_one_line(two, strategy, name, why):
     for r in two:
         said = r[strategy]['refused'][name]

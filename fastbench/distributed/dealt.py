@@ -180,9 +180,9 @@ def dealt(dl, # A loader of fastai
     return (RankDL if order_of_texts(dl) is None else RowsDL)(dl, rank, ranks, device)
 
 # %% ../../nbs/distributed/04_dealt.ipynb #rankdl02
-def _refuse(dl, what):
-    raise UserError(f'{type(dl).__name__}: {what} cannot be dealt to several processes. Take a loader that draws items '
-                    'by their numbers: a data set with __getitem__ and __len__, batch_size and, if needed, a sampler')
+def _refuse(dl, what, instead='Take a loader that draws items by their numbers: a data set with __getitem__ and '
+                              '__len__, batch_size and, if needed, a sampler'):
+    raise UserError(f'{type(dl).__name__}: {what} cannot be dealt to several processes. {instead}')
 
 def _of_torch(dl):
     "A loader of PyTorch as one of fastai, in the same order"
@@ -213,4 +213,30 @@ def dealable(dl # A loader
     if stream or getattr(dl, 'indexed', True) is False: _refuse(dl, 'what it reads, a stream,')
     if isinstance(dl, TorchLoader): return _of_torch(dl)
     if not isinstance(dl, DataLoader): _refuse(dl, 'a loader that is neither of fastai nor of PyTorch')
+    if _of_user(dl, 'sample'):
+        _refuse(dl, 'what its own sample draws', 'Write get_idxs in its place, which returns the numbers of the items')
     return dl
+
+# %% ../../nbs/distributed/04_dealt.ipynb #rankdl06
+def _of_user(dl, name):
+    "Is a method of a loader neither fastai's nor ours?"
+    return (getattr(getattr(dl, name), '__module__', None) or '').split('.')[0] not in ('fastai', 'fastbench')
+
+@patch
+def create_batches(self:RankDL, samps # Numbers of the items of this rank
+    ):
+    "The batches of the loader; refuse those that are made without these numbers"
+    own = self.dl.create_batches
+    return self._asked(own, samps) if _of_user(self.dl, 'create_batches') else own(samps)
+
+@patch
+def _asked(self:RankDL, own, samps):
+    asked = []
+    def numbers():
+        asked.append(True)
+        yield from samps
+    for b in own(numbers()):
+        if not asked:
+            _refuse(self.dl, 'what its own create_batches makes without the numbers of items that it is given',
+                    'Let it make its batches of these numbers (samps), or write get_idxs in its place')
+        yield b
