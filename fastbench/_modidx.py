@@ -4214,6 +4214,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastbench.own.kind.Given.given': ('own/kind.html#given.given', 'fastbench/own/kind.py'),
                                     'fastbench.own.kind._again': ('own/kind.html#_again', 'fastbench/own/kind.py'),
                                     'fastbench.own.kind._as_field': ('own/kind.html#_as_field', 'fastbench/own/kind.py'),
+                                    'fastbench.own.kind._check_largest': ('own/kind.html#_check_largest', 'fastbench/own/kind.py'),
                                     'fastbench.own.kind._class_for': ('own/kind.html#_class_for', 'fastbench/own/kind.py'),
                                     'fastbench.own.kind._frozen': ('own/kind.html#_frozen', 'fastbench/own/kind.py'),
                                     'fastbench.own.kind._int': ('own/kind.html#_int', 'fastbench/own/kind.py'),

@@ -527,6 +527,24 @@ def test_the_largest_batch_of_a_function_without_workers(home, monkeypatch, caps
     assert not code and int(out.split()[0]) > 0 and 'Warning' not in err
 
 
+@pytest.mark.parametrize('made', ['make(bs: int = 4)', 'make(lr=.1)'])
+def test_the_word_largest_is_for_recipes(tmp_path, monkeypatch, capsys, made):
+    "A number of the function, or none, as it was typed"
+    (tmp_path/'my train.py').write_text(f'def {made}: raise ValueError\n')
+    monkeypatch.chdir(tmp_path)
+    words = ('run', 'my train.py:make', '--batch-size', 'largest')
+    monkeypatch.setattr(sys, 'argv', ['fastbench', *words])
+    code, out, err = command(monkeypatch, capsys, *words)
+    assert code == 2 and err.count('\n') == 1 and err.startswith('fastbench: --batch-size largest is for recipes, and my train.py:make makes its loaders itself')
+    assert "`fastbench find-batch-size 'my train.py:make'` or learn.find_batch_size()" in err
+    with pytest.raises(UserError, match="^bs='largest' is for recipes"): get_recipe('my train.py:make', bs='largest')
+
+
+def test_a_function_may_have_a_word_of_its_own(tmp_path):
+    (tmp_path/'train.py').write_text('def make(bs: int|str = 4): raise ValueError\n')
+    assert get_recipe(f'{tmp_path}/train.py:make', bs='largest').bs == 'largest'
+
+
 def test_an_epoch_without_a_batch_is_not_called_diverged(home, tmp_path):
     (tmp_path/'few.py').write_text(TRAIN + '\ndef few():\n    learn = make()\n    learn.dls.loaders[0] = learn.dls.train.new(bs=10**6, drop_last=True)\n    return learn\n')
     (tmp_path/'sizes.py').write_text('width = 4\n')

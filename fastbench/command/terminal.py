@@ -170,7 +170,7 @@ def _as_typed(text):
     fields = {k for o in kinds().values() for k in o.__dataclass_fields__}
     given = {o.split('=')[0] for o in sys.argv}
     def typed(m):
-        own = f"--{m[1].replace('_', '-')}"
+        own = '--batch-size' if m[1] == 'bs' else f"--{m[1].replace('_', '-')}"
         return m[0] if m[1] not in fields else f'{own} {m[2]}' if own in given else f'--set {m[1]}={m[2]}'
     return re.sub(r"\b([a-z_]+)='([^' ]+)'", typed, text)
 

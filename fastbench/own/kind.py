@@ -6,7 +6,8 @@
 __all__ = ['Function', 'Given', 'own_recipe', 'other_source', 'recipe_of']
 
 # %% ../../nbs/own/02_kind.ipynb #d1e30c16
-import inspect
+import inspect, shlex
+from contextlib import suppress
 from dataclasses import dataclass, field, make_dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -21,7 +22,7 @@ from fastcore.basics import patch
 from ..errors import UserError
 from .source import REQUIRED, WRITTEN, Parameter, Source, find_source, is_own, origin, parameters_of
 from ..recipe import Kind, but, finder
-from ..rules import either, one_of, optional, setting, text, yes_no
+from ..rules import check_setting, either, one_of, optional, setting, text, yes_no
 
 # %% ../../nbs/own/02_kind.ipynb #b854f0a8
 _base = Kind.__dataclass_fields__
@@ -220,12 +221,21 @@ def _taken(self, k):
     return UserError(f'{self.source.given} has a parameter {k!r}, and that is what a recipe calls its own {k}: it '
                      'cannot be set. Call the parameter otherwise')
 
+def _check_largest(self):
+    "Refuse a word of recipes, unless the function has a parameter that takes it"
+    with suppress(UserError):
+        if 'bs' in self.own: return check_setting(self.__dataclass_fields__['bs'], self.bs)
+    raise UserError(f"bs='largest' is for recipes, and {self.function} makes its loaders itself: `fastbench "
+                    f"find-batch-size {shlex.quote(self.function)}` or learn.find_batch_size() finds the largest, and "
+                    'then give that number')
+
 @patch
 def __post_init__(self:Function):
     for k in ('name', 'function'):
         given = k in _named(self) and self.source.given
         if given and not str(getattr(self, k)).startswith(given): raise _taken(self, k) # rungs of a ladder begin so
     if self.about and self.name == self.function and 'about' in _named(self): raise _taken(self, 'about')
+    if self.bs == 'largest' and type(self) is not Function: _check_largest(self)
     for k in () if type(self) is Function else sorted(self.inert):
         if (v := getattr(self, k)) == Function.__dataclass_fields__[k].default: continue
         raise UserError(f'{k}={v!r} has no effect: {self.function} has no parameter {k!r}. Give it one, and use it')
