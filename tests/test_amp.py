@@ -258,3 +258,7 @@ def test_a_layer_that_has_no_kernel_is_named():
     learn.model.hook = fail
     with pytest.raises(UserError, match=r"precision bf16: PyTorch cannot compute Net in it on this cpu \(could not .* primitive\); use precision='fp32'"): learn.fit(1)
     assert not torch.is_autocast_enabled('cpu') and isinstance(learn.model, Net)
+
+
+def test_a_mode_that_cannot_be_is_named():
+    with pytest.raises(UserError, match="amp_mode='x' cannot be: 'fp16' or 'bf16'"): MixedPrecision('x')

@@ -482,3 +482,9 @@ def test_ladder_command(tmp_path):
     d = json.loads(p.stdout)
     assert p.returncode == 0 and [(r['rung'], r['status']) for r in d['rows']] == [('baseline', 'target not reached'), ('bulk', 'target not reached')], p.stderr
     assert 'no picture' in p.stderr and len(list(tmp_path.glob('*.json'))) == 2
+
+
+@pytest.mark.parametrize('knots', [(), [(0,)], 'abc', ((0, 'a'), (1, 1)), None, 3, ((0, 1), (.5, 1))])
+def test_knots_that_cannot_be(knots):
+    from fastai.learner import Learner
+    with pytest.raises(UserError, match='knots=.* cannot be: pairs of numbers, whose shares of the fit rise from 0 to 1'): Learner.fit_linear(None, 1, 1., knots)

@@ -973,3 +973,10 @@ def test_misspelt_arguments_are_no_facts_of_the_work():
             with pytest.raises(UserError, match=f"unknown argument '{k}'; did you mean '{near}'") as e: prof.run(**{k: 1})
             assert '\n' not in str(e.value)
     with pytest.raises(UserError, match="did you mean 'name'"): learner_run(None, names='x')
+
+
+def test_what_is_no_scaler_and_no_device_is_named():
+    model = torch.nn.Linear(2, 1)
+    for kwargs, says in ((dict(scaler=3), 'int is no gradient scaler: give a torch.amp.GradScaler'), (dict(device='cuda:77'), "device='cuda:77' is not there"), (dict(device='gpu'), "device='gpu' is not there")):
+        with pytest.raises(UserError, match=says) as e, profiling_steps([], model, torch.optim.SGD(model.parameters(), .1), **kwargs): pass
+        assert '\n' not in str(e.value)

@@ -338,3 +338,42 @@ def test_filters_that_begin_at_zero_learn():
         w.grad = torch.randn(4, 2, 3, 3)
         opt.step()
     assert w.isfinite().all() and w.norm() > 0
+
+
+@pytest.mark.parametrize('opt', [fused_sgd, foreach_sgd])
+def test_momentum_may_be_zero_for_a_while(opt):
+    "torch would leave its averages as they were, and go on from stale ones"
+    def steps(f):
+        torch.manual_seed(0)
+        p, q = (nn.Parameter(torch.randn(5, dtype=torch.float64)) for _ in range(2))
+        o = f([[p], [q]], lr=.1, mom=.9)
+        for i in range(8):
+            o.set_hyper('mom', [0. if i in (2, 3) else .9, 0. if i == 5 else .8])
+            for x in p, q: x.grad = torch.randn(5, dtype=torch.float64)
+            o.step()
+        return torch.cat([p.detach(), q.detach()])
+    torch.testing.assert_close(steps(opt), steps(SGD), rtol=1e-12, atol=1e-12)
+
+
+def test_nesterov_needs_momentum():
+    with pytest.raises(UserError, match='nesterov=True looks ahead along the momentum: give mom'): fused_sgd([nn.Parameter(torch.ones(1))], lr=.1, nesterov=True)
+
+
+def test_momentum_of_muon_may_be_zero_for_a_while():
+    "At 0 the next direction is the gradient's, and so is what is kept of it"
+    def weights(first):
+        torch.manual_seed(0)
+        p, grads = nn.Parameter(torch.randn(4, 2, 3, 3)), torch.randn(3, 4, 2, 3, 3)
+        o = muon([[p]], lr=.1, mom=.6)
+        for i, g in enumerate(grads if first else grads[1:], 0 if first else 1):
+            o.set_hyper('mom', 0. if i == 1 else .6)
+            if i == 1: p.data.fill_(1.)
+            p.grad = g.clone()
+            o.step()
+        return p.detach()
+    torch.testing.assert_close(weights(True), weights(False))
+
+
+@pytest.mark.parametrize('kwargs', [dict(steps=0), dict(steps=-1), dict(steps=1.5), dict(rest='a'), dict(rest=-1.)])
+def test_options_of_muon_that_cannot_be(kwargs):
+    with pytest.raises(UserError, match=f'{next(iter(kwargs))}=.* cannot be'): muon([nn.Parameter(torch.ones(1, 1, 1, 1))], **kwargs)

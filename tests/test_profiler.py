@@ -4,6 +4,7 @@ import json
 import random
 from contextlib import suppress
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -920,3 +921,26 @@ def test_the_time_of_a_step_that_was_not_finished():
     found = {r['action']: r for r in rows(w.profile) if r['phase'] == 'train'}
     assert found['step']['total'] == 8 + 6 and found['step']['calls'] == 1
     assert sum(r['total'] for k, r in found.items() if k != 'step') == 14
+
+
+@pytest.mark.parametrize('keep', [1, 2, 3, 4, 5])
+def test_a_few_raw_rows_are_enough(keep):
+    "With three and fewer it went on thinning for ever, and no Ctrl-C ended it"
+    from fastbench.measure.phases import Log, stats
+    for columns in ('step',), ('step', 'warmup', 'x'):
+        log = Log(columns, keep=keep)
+        for i in range(100): log.add([float(i+1)]*len(columns))
+        log.add_all(np.ones((50, len(columns))))
+        assert len(log) == 150 and stats(log, 'step')['total'] == 5100. and 1 <= len(log.sample)//len(columns) <= max(keep, 2)
+
+
+@pytest.mark.parametrize('kwargs,says', [(dict(keep=0), 'keep=0 cannot be'), (dict(keep=-1), 'keep=-1 cannot be'), (dict(keep='a'), "keep='a' cannot be")])
+def test_rows_that_cannot_be_kept(kwargs, says):
+    with pytest.raises(UserError, match=says): Profiler(**kwargs)
+
+
+def test_a_trace_that_cannot_be_written_is_told_before_the_fit(tmp_path):
+    from fastbench.measure.trace import Trace
+    for path, says in ((tmp_path, 'is a folder: name a file in it, .*trace.json.gz'), (True, 'trace=True cannot be: a file'), (tmp_path/'no'/'t.json', 'the folder .* does not exist; make it first')):
+        with pytest.raises(UserError, match=says): Trace(path)
+    with pytest.raises(UserError, match='trace_steps=0 cannot be'): Trace(tmp_path/'t.json', 0)

@@ -158,7 +158,8 @@ class MixedPrecision(DuringFit, FastaiMixedPrecision):
         **kwargs # For `GradScaler`: init_scale, growth_factor, backoff_factor, growth_interval
     ):
         check_taken(GradScaler, kwargs, f'option of {type(self).__name__}')
-        super().__init__(amp_mode, **kwargs)
+        try: super().__init__(amp_mode, **kwargs)
+        except ValueError: raise UserError(f"amp_mode={amp_mode!r} cannot be: 'fp16' or 'bf16'") from None
         self.allow_emulation,self.emulated = allow_emulation,False
         self._scaler,self._device,self._cast,self._small_maps = None,None,None,SmallMaps()
         self._log,self._grads,self._held = StepLog(),None,[]

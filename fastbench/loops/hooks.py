@@ -230,6 +230,8 @@ def add_scaler(regions:Regions, # Gets the marks
                scaler, # A `torch.amp.GradScaler`
     ):
     "Mark the work of a gradient scaler as the optimizer's"
+    if not (hasattr(scaler, 'step') and hasattr(scaler, 'update')):
+        raise UserError(f'{type(scaler).__name__} is no gradient scaler: give a torch.amp.GradScaler, or none')
     def end(_):
         regions.worked = True
         regions.leave()

@@ -53,10 +53,17 @@ class StepProfiler:
         self.autocast,self._by_hand = None,False
 
 # %% ../../nbs/loops/02_steps.ipynb #9ab21b0a
+def _device_named(device):
+    try: return indexed(torch.empty(0, device=device).device)
+    except (RuntimeError, AssertionError, TypeError) as e:
+        why = next(iter(str(e).splitlines()), '')[:160]
+        raise UserError(f'device={device!r} is not there ({why}): name that of the loop, or leave it out') from None
+
+# %% ../../nbs/loops/02_steps.ipynb #stpdev02
 @patch
 def __enter__(self:StepProfiler):
     if self.watch.running: raise UserError('this profiler is running already: make one for each loop')
-    self.device = _device_of(self.models) if self._device is None else indexed(torch.device(self._device))
+    self.device = _device_of(self.models) if self._device is None else _device_named(self._device)
     self.ended,self.before = {},machine_state(self.device)
     try: self._arm()
     except BaseException:

@@ -15,6 +15,7 @@ from statistics import median
 from fastcore.basics import patch
 
 from ..errors import UserError, plural
+from ..rules import check_whole
 
 # %% ../../nbs/measure/00_phases.ipynb #e183e209
 SYNCS = ('buffer_sync', 'loss_sync', 'gradient_sync', 'step_sync') # exchanges between processes in a step
@@ -56,7 +57,8 @@ class Log:
     ):
         self.columns,self.keep,self.n,self.stride = tuple(columns),keep,0,1
         self.fresh,self.sample,self.folded = array('d'),array('d'),{}
-        self._full = keep*len(self.columns)//2
+        check_whole(1, keep=keep)
+        self._full = max(keep//2, 1)*len(self.columns)  # one row at least
 
     def add(self, row # One number per column
         ):
@@ -95,7 +97,7 @@ def _fold(self:Log):
     w = len(self.columns)
     self.sample.extend(_thin(self.fresh, w, self.stride))
     del self.fresh[:]
-    while len(self.sample) >= self._full: self.sample,self.stride = _thin(self.sample, w, 2),self.stride*2
+    while len(self.sample) >= max(self._full, 2*w): self.sample,self.stride = _thin(self.sample, w, 2),self.stride*2
 
 @patch
 def _total(self:Log, c):

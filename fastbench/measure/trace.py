@@ -16,8 +16,19 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from .stopwatch import DRAW, Stopwatch
 from .phases import HEAD, LEAVES
 from ..errors import UserError
+from ..rules import check_whole
 
 # %% ../../nbs/measure/09_trace.ipynb #bb4ae20d
+def _file(path):
+    if not isinstance(path, (str, os.PathLike)):
+        raise UserError(f'trace={path!r} cannot be: a file, such as trace.json.gz')
+    file,said = Path(path),f'trace={str(path)!r}'
+    if file.is_dir(): raise UserError(f'{said} is a folder: name a file in it, {file/"trace.json.gz"}')
+    if not file.absolute().parent.is_dir():
+        raise UserError(f'{said}: the folder {file.parent} does not exist; make it first')
+    return file
+
+# %% ../../nbs/measure/09_trace.ipynb #trcfile2
 class Trace:
     "A watcher of a `Stopwatch`: records `steps` steps after `wait` steps and writes them to `path`"
     def __init__(self,
@@ -25,10 +36,9 @@ class Trace:
         steps:int=10, # Number of steps to record
         wait:int=1, # Number of steps to skip first
     ):
-        self.path,self.steps,self.wait,self.seen = Path(path),steps,wait,0
+        check_whole(1, trace_steps=steps)
+        self.path,self.steps,self.wait,self.seen = _file(path),steps,wait,0
         self.prof,self.range,self.step_range,self.done = None,None,None,False
-        if not self.path.absolute().parent.is_dir():
-            raise UserError(f'trace={str(path)!r}: the folder {self.path.parent} does not exist; make it first')
 
     def __call__(self, watch, last, m):
         if self.done: return

@@ -15,7 +15,8 @@ from fastcore.basics import patch
 
 from ..compat import foreach_add_, foreach_div_, foreach_mul_, foreach_norm, fused_sgd_
 from ..callback.amp import native_bf16
-from .optimizer import TorchOptimizer
+from .optimizer import TorchOptimizer, some_momentum
+from ..rules import check_real, check_whole
 
 # %% ../../nbs/train/04_muon.ipynb #44afea72
 def matmul_dtype(device:torch.device # Where matrices are multiplied
@@ -127,7 +128,7 @@ def _turn(self:MuonSGD, group, ps):
     foreach_add_(rows, [o for b in batches for o in turn(b, group['steps'])], alpha=-group['lr'])
 
 # %% ../../nbs/train/04_muon.ipynb #32518cab
-def _group(h): return dict(lr=float(h['lr']), momentum=float(h['mom']), weight_decay=float(h['wd']))
+def _group(h): return dict(lr=float(h['lr']), momentum=some_momentum(h['mom']), weight_decay=float(h['wd']))
 
 def muon(params, # Model parameters, or a list for each group
          lr=.24, # Learning rate of the filters
@@ -137,6 +138,8 @@ def muon(params, # Model parameters, or a list for each group
          steps=3, # Iterations of the orthogonalisation
     )->TorchOptimizer:
     "Muon as an `opt_func`, with fastai's schedules and checkpoints"
+    check_whole(1, steps=steps)
+    check_real(0, rest=rest)
     opt = TorchOptimizer(params, MuonSGD, _group, dict(momentum_buffer='grad_avg'),
                          kwargs=dict(rest=rest, steps=steps), lr=lr, mom=mom, wd=wd)
     if not any(p.ndim > 3 for ps in opt.param_lists for p in ps):

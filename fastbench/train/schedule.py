@@ -23,9 +23,11 @@ def fit_linear(self:Learner,
     **kwargs # As for `fit`
 ):
     "Fit with a learning rate that changes linearly between knots"
-    xs,ys = map(list, zip(*knots))
-    if xs[0] != 0 or xs[-1] != 1 or any(a >= b for a,b in zip(xs, xs[1:])):
-        raise UserError(f'knots={knots!r} cannot be: their shares of the fit rise from 0 to 1')
+    try: xs,ys = ([float(o[i]) for o in knots] for i in (0, 1))
+    except (TypeError, ValueError, IndexError): xs = ys = []
+    if not xs or xs[0] != 0 or xs[-1] != 1 or any(a >= b for a,b in zip(xs, xs[1:])):
+        raise UserError(f'knots={knots!r} cannot be: pairs of numbers, whose shares of the '
+                        'fit rise from 0 to 1')
     if self.opt is None: self.create_opt()
     self.opt.set_hyper('lr', self.lr if lr_max is None else lr_max)
     peaks = np.array([h['lr'] for h in self.opt.hypers])
