@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from ..errors import UserError
 from ..machine.group import broadcast
+from ..train.rehearsal import _is_known
 from ..train.state import loader_state, set_loader_state, order_of_texts
 from ..train.transfer import CopiesAhead
 
@@ -220,7 +221,7 @@ def dealable(dl # A loader
 # %% ../../nbs/distributed/04_dealt.ipynb #rankdl06
 def _of_user(dl, name):
     "Is a method of a loader neither fastai's nor ours?"
-    return (getattr(getattr(dl, name), '__module__', None) or '').split('.')[0] not in ('fastai', 'fastbench')
+    return not _is_known(getattr(dl, name))
 
 @patch
 def create_batches(self:RankDL, samps # Numbers of the items of this rank

@@ -295,7 +295,8 @@ def fingerprint_items(items, # What a data set begins with
     root,*said_of = contents_of(files := _files(items, paths, pipelines))
     named = named_files(texts) if not files else [f for o in dict.fromkeys(texts) if (f := path_of(o))]
     if make: named += _beside(make, items, paths, files + named)
-    if named := [o for o in dict.fromkeys(named) if o not in set(files)]: said_of += contents_of(named)[1:]
+    have = set(files)
+    if named := [o for o in dict.fromkeys(named) if o not in have]: said_of += contents_of(named)[1:]
     tell = Describer('an item')
     said = _table(items, tell) if _is_table(items) else [_item(o, p, root, tell) for o,p in zip(items, paths)]
     return fingerprint([*said_of, said])

@@ -31,7 +31,6 @@ from .trace import Trace
 from ..machine.memory import PeakMemory
 from ..machine.flops import count_flops, matmul_peak
 from .phases import Profile, notes, padding as padding_of, rows, stats
-from ..rules import check_whole
 from ..errors import UserError
 from .table import Table, rows_frame, show as show_table
 
@@ -50,7 +49,6 @@ class Profiler(Callback):
         kernels:bool=False, # Record the kernels (on a CPU: operators) of three steps: `profiler.kernels`
         loader:bool=False, # Time reading, decoding, each transform and collating, also in workers: phase `loader`
     ):
-        check_whole(1, keep=keep)
         if trace and kernels:
             raise UserError('trace and kernels cannot both be had in one fit, '
                             'torch.profiler records one thing at a time: profile twice')

@@ -161,7 +161,7 @@ _matter = (TrainEvalCallback, CastToTensor, MixedPrecision, ChannelsLast, Compil
            EMACallback, GradientClip, MixHandler, ModelResetter, RNNCallback, RNNRegularizer, OneDNNLinear, SmallMaps)
 _acts = 'before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step'
 
-def _is_known(cls): return cls.__module__.split('.')[0] in ('fastai', 'fastbench')
+def _is_known(o): return (getattr(o, '__module__', None) or '').split('.')[0] in ('fastai', 'fastbench')
 
 def acts_by_user(cb, # A callback
                  events=_acts, # Names of events
