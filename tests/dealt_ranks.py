@@ -258,20 +258,21 @@ def alone_in_a_step(strategy):
 
 
 LEAVES = dict(batch=CancelBatchException, backward=CancelBackwardException, epoch=CancelEpochException, fit=CancelFitException)
-LEFT = [f'{e}-{k}' for e in ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward') for k in LEAVES if k != 'backward' or e == 'before_backward']
+LEFT = [f'{e}-{k}' for e in ('before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward') for k in LEAVES if k != 'backward' or e == 'before_backward'] + ['after_loss-batch-given']
 
 
-def leaving(event, why, ranks):
-    "Callbacks: one that leaves the second batch of an epoch in some processes, one that counts steps"
+def leaving(event, why, given, ranks):
+    "Callbacks: one that leaves the second batch of an epoch in some processes (of a class, or given as `Callback(after_loss=f)`), one that counts steps"
     def leave(self):
         if self.training and self.iter == 1 and group.rank() in ranks: raise LEAVES[why]
     def count(self): self.learn.steps = getattr(self.learn, 'steps', 0) + 1
-    return type('Leaves', (Callback,), {event: leave})(), type('Counts', (Callback,), dict(after_step=count))()
+    leaves = Callback(**{event: leave}) if given else type('Leaves', (Callback,), {event: leave})()
+    return leaves, type('Counts', (Callback,), dict(after_step=count))()
 
 
 def left(strategy, what, *ranks):
     "What is said when the processes `ranks` leave a batch, and the steps of all and their weights if nothing is"
-    learn = learner(cbs=leaving(*what.split('-'), ranks))
+    learn = learner(cbs=leaving(*f'{what}-'.split('-')[:3], ranks))
     def f():
         with learn.distributed(strategy, cpu=True, tell=lambda o: None): fit(learn)
     line = said(f)

@@ -79,7 +79,8 @@ def test_advice_is_what_this_training_does_not_have(tmp_path):
 def test_before_a_fit_the_profiler_says_what_to_do(tmp_path):
     learn, _ = tabular(tmp_path)
     prof = learn.profile().profiler
-    assert str(prof) == 'nothing measured yet: call learn.fit' and 'nothing measured yet' in prof._repr_html_() and prof.verdict is None
+    assert str(prof) == (line := 'nothing measured yet: call learn.fit') and prof.verdict is None
+    assert prof._repr_html_() == f'<b>{line}</b>' and prof.to_markdown() == f'**{line}**\n'
     assert {'results', 'table', 'verdict', 'show', 'plot', 'to_csv'} <= {*dir(prof)} and not {'fit_one_cycle', 'state_dict', 'forward'} & {*dir(prof)}
 
 

@@ -174,12 +174,10 @@ def after_cancel_backward(self:DecideTogether):
 # %% ../../nbs/distributed/01_agree.ipynb #stops002
 OUTSIDE = [f'{when}_{what}' for what in ('epoch', 'train', 'validate') for when in ('before', 'after_cancel', 'after')]
 
-def _acts(cb, name): return name in vars(cb) or acts_by_user(cb, [name])
-
 def stops_of(cbs # Callbacks
     )->dict: # Event outside of a batch -> how many callbacks of each order
     "Return after which callbacks the processes agree"
-    return {e: Counter(o.order for o in cbs if _acts(o, e)) for e in OUTSIDE}
+    return {e: Counter(o.order for o in cbs if acts_by_user(o, [e])) for e in OUTSIDE}
 
 # %% ../../nbs/distributed/01_agree.ipynb #stops005
 @patch
@@ -199,7 +197,7 @@ def _event(self:DecideTogether, own, name):
         why = None
         try: cb(name)
         except _endings as e: why = e
-        if why is not None or cb.order in left[:1] and _acts(cb, name): self._stop(left, name, why)
+        if why is not None or cb.order in left[:1] and acts_by_user(cb, [name]): self._stop(left, name, why)
     while left: self._stop(left, name)
     self._stop(left, name)
 

@@ -56,6 +56,7 @@ def _extent(b):
     if type(b) is Tensor: return _of_shape(b.shape)
     with without_subclasses(): return _of_shape(getattr(b, 'shape', None))
 
+# %% ../../nbs/measure/06_loader.ipynb #typic05
 class TypicalBatch:
     "Of many batches the one whose arithmetic stands for all"
     def __init__(self):
@@ -70,12 +71,18 @@ class TypicalBatch:
     def __call__(self, b): # The batch
         "Look at a batch"
         n,slots = _extent(b)
-        if self.cold: self.cold,self.cold_samples,self.cold_slots = False,self.cold_samples + n,self.cold_slots + slots
+        self.samples,self.slots = self.samples + n,self.slots + slots
+        if self.cold: return self._warm_up(b, n, slots)
         width = slots/n if n else 0.
-        self.samples,self.slots,self.weighted = self.samples + n,self.slots + slots,self.weighted + slots*width
-        mean = self.weighted/self.slots if self.slots else 0.
+        self.weighted += slots*width
+        mean = self.weighted/max(self.slots - self.cold_slots, 1)
         if self.width is None or abs(width - mean) < abs(self.width - mean):
             self.batch,self.width,self.size = b,width,slots
+        return b
+
+    def _warm_up(self, b, n, slots):
+        self.cold,self.batch,self.size = False,b,slots
+        self.cold_samples,self.cold_slots = self.cold_samples + n,self.cold_slots + slots
         return b
 
 # %% ../../nbs/measure/06_loader.ipynb #typic03

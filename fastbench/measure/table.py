@@ -129,7 +129,8 @@ def _repr_html_(self:Table):
     below = ''.join(f'<p style="margin:.3em 0">{escape(o)}</p>' for o in self.lines)
     title = f'<b>{escape(self.title)}</b>' if self.title else ''
     inner = f'<thead><tr>{ths}</tr></thead><tbody>{trs}</tbody>'
-    return f'{title}<table style="border-collapse:collapse;color:inherit">{inner}</table>{below}'
+    table = f'<table style="border-collapse:collapse;color:inherit">{inner}</table>' if head else ''
+    return title + table + below
 
 # %% ../../nbs/measure/03_table.ipynb #3b9c6bca
 def _style(row):
@@ -224,7 +225,8 @@ def to_markdown(self:Table)->str: # A GitHub table with the lines below it
     def line(o): return '| ' + ' | '.join(str(c).replace('|', r'\|') for c in o) + ' |'
     rule = line(['---']*self.left + ['---:']*(len(head)-self.left))
     title,notes = [f"**{' '.join(self.title.split())}**", '']*bool(self.title),[f'- {o}' for o in self.lines]
-    return '\n'.join([*title, line(head), rule, *map(line, body), '', *notes])
+    rows = [line(head), rule, *map(line, body), ''] if head else []
+    return '\n'.join([*title, *rows, *notes])
 
 @patch
 def to_json(self:Table)->str: # title, rows, notes; for a phase table its verdict, otherwise ids of the Runs

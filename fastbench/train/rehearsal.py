@@ -166,8 +166,9 @@ def _is_known(o): return (getattr(o, '__module__', None) or '').split('.')[0] in
 def acts_by_user(cb, # A callback
                  events=_acts, # Names of events
     )->bool:
-    "Return whether a class that is neither fastai's nor ours does something at one of the events"
-    return any(o in vars(k) for k in type(cb).__mro__ if not _is_known(k) for o in events)
+    "Return whether something that is neither fastai's nor ours is done at one of the events"
+    own = [vars(k) for k in type(cb).__mro__ if not _is_known(k)]
+    return any(o in kept for kept in (vars(cb), *own) for o in events)  # of the object alone: `Callback(after_loss=f)`
 
 def takes_part(cb # A callback
     )->bool:
