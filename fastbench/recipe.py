@@ -31,7 +31,7 @@ class Recipe:
     about: str = setting(text(empty=True), 'one sentence', default='')
     data: str = setting(source(), "data source, 'auto', or a path", default='own')
     sample: float = setting(real(0, 1, above=True), 'share of the data used', default=1.)
-    workers: int|None = setting(optional(whole(0)), 'loader processes; None: min(8, cpus)', default=None)
+    workers: int|None = setting(optional(whole(0, 1024)), 'loader processes; None: min(8, cpus)', default=None)
     batches: int|None = setting(optional(whole(1)), 'training batches of an epoch; None: all', default=None)
     bs: int|str = setting(either('largest', whole(1)), 'samples per batch, of average length', default=64)
     memory: str|None = setting(optional(text()), "limit of the largest batch: '4GB'; None: the device's", default=None)
@@ -54,7 +54,7 @@ class Recipe:
     best: bool = setting(yes_no(), 'end with the weights of the best epoch', default=False)
     target: float|None = setting(optional(real(0, 1, above=True)), 'accuracy that ends the fit; None: all epochs',
         default=None)
-    seed: int = setting(whole(0), 'seed of split, shuffle, augmentation and weights', default=42)
+    seed: int = setting(whole(0, 2**53), 'seed of split, shuffle, augmentation and weights', default=42)
 
     def __post_init__(self):
         for o in fields(self): object.__setattr__(self, o.name, check_setting(o, getattr(self, o.name)))

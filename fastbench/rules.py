@@ -43,10 +43,12 @@ def is_number(v # Anything
     "Is it a number?"
     return _is(v, (int, float))
 
-def whole(lo:int # The smallest
+def whole(lo:int, # The smallest
+          hi:int=inf # The largest
     )->tuple: # The check, the words for it
     "A whole number"
-    return lambda v: int(_check(_is(v, Integral) and v >= lo, v)), f'a whole number, {lo} or more'
+    words = f', {lo} or more' if hi == inf else f' from {lo} to {hi}'
+    return lambda v: int(_check(_is(v, Integral) and lo <= v <= hi, v)), 'a whole number' + words
 
 def real(lo:float, # The smallest
          hi:float=inf, # The largest

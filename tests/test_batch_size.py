@@ -280,6 +280,11 @@ def test_not_even_one():
     with pytest.raises(UserError, match='not even one sample'): make(model=Net(0)).find_batch_size()
 
 
+def test_a_norm_that_needs_two_samples_is_not_short_memory():
+    with pytest.raises(UserError, match='a batch of 1 cannot be trained: batch norm.*larger max'): make(width=1).find_batch_size(max=1)
+    assert make(width=1).find_batch_size(max=3) == 3
+
+
 def test_an_optimizer_that_is_there_already():
     model = Net()
     with pytest.raises(UserError, match='OptimWrapper'): make(model=model, opt_func=OptimWrapper(opt=torch.optim.SGD(model.parameters(), .1))).find_batch_size()

@@ -37,6 +37,12 @@ def test_a_field_of_another_kind_is_refused_by_name(name):
         with pytest.raises(UserError, match=f'{field}=.* has no effect in this recipe: it goes with .*{kind}'): but(recipe, **{field: 1})
 
 
+@pytest.mark.parametrize('recipe', ['digits-xresnet18', 'imdb-roberta'])
+@pytest.mark.parametrize('changes, most', [(dict(seed=10**20), 2**53), (dict(workers=9_999_999), 1024)])
+def test_numbers_that_no_machine_holds_are_refused(recipe, changes, most):
+    with pytest.raises(UserError, match=f'cannot be: .*a whole number from 0 to {most}'): get_recipe(recipe, **changes)
+
+
 def test_another_kind_keeps_what_both_have():
     r = but(get_recipe('digits-xresnet18'), kind='Timm', arch='resnet10t')
     assert type(r).__name__ == 'Timm' and (r.size, r.bs, r.arch) == (32, 64, 'resnet10t')

@@ -174,6 +174,22 @@ def test_kill_9_of_a_child_with_loader_processes(tmp_path):
     assert run.status == 'failed' and 'SIGKILL' in run.error
 
 
+ORPHAN = """
+import multiprocessing, os, signal, time
+def outlive(): time.sleep(30); open(os.environ['OUTLIVED'], 'w').close()
+def make():
+    multiprocessing.get_context('fork').Process(target=outlive).start()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_child_has_forked_is_not_waited_for(tmp_path, monkeypatch):
+    (tmp_path/'train.py').write_text(ORPHAN)
+    monkeypatch.setenv('OUTLIVED', str(outlived := tmp_path/'outlived'))
+    run = load(launch(f'{tmp_path}/train.py:make', tmp_path/'runs', device='cpu'))
+    assert run.status == 'failed' and 'SIGKILL' in run.error and not outlived.exists()
+
+
 def test_sigterm_to_the_child_alone(tmp_path):
     run = load(launch(LONG, tmp_path, at('train', lambda told: os.kill(told['pid'], signal.SIGTERM)), device='cpu'))
     assert run.status == 'interrupted' and run.profile['steps']['train']['n'] > 0

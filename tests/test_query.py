@@ -272,6 +272,13 @@ def test_steps(kept, tmp_path):
     assert len(steps(kept, recipe='digits')) == 0 and list(steps(kept, recipe='nosuch').columns) == query.STEP_COLUMNS
 
 
+def test_a_number_that_no_table_holds_is_left_out(kept, tmp_path):
+    "It would be refused by pandas, with all other Runs"
+    save(make(seed=10**30, repeat=-10**30, metrics=dict(accuracy=10**400)), kept)
+    assert export(tmp_path/'a.csv', kept)[0] == 5 and export(tmp_path/'a.parquet', kept)[0] == 5
+    assert runs(kept)[['seed', 'repeat', 'accuracy']].iloc[-1].isna().all()
+
+
 def test_an_export_that_fails_leaves_what_was_there(kept, tmp_path, monkeypatch):
     for o in ('a.xlsx', 'a', '.csv'):
         with pytest.raises(UserError, match='.csv or .parquet'): export(tmp_path/o, kept)

@@ -192,6 +192,7 @@ def _listen(conn, control, process, tell, signals):
     while True:
         try: o = conn.recv() if conn.poll(.1) else None
         except (EOFError, OSError): return ('gone',)
+        if o is None and process.exitcode is not None and not conn.poll(): return ('gone',)  # its forks keep the pipe
         if o and o[0] != 'progress': return o
         if o: tell(o[1])
         for signum in signals.got[passed:]:

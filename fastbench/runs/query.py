@@ -138,7 +138,9 @@ def _frame(rows, columns, kinds, other):
     return pd.DataFrame({c: pd.Series([r.get(c) for r in rows], dtype=kind(c)) for c in names})
 
 # %% ../../nbs/runs/03_query.ipynb #5a6db696
-def _number(v, kind=(int, float)): return v if isinstance(v, kind) and not isinstance(v, bool) else None
+def _number(v, kind=(int, float)):
+    fits = isinstance(v, kind) and not isinstance(v, bool) and (isinstance(v, float) or abs(v) < 2**63)
+    return v if fits else None  # an integer that no table holds is left out
 
 def _named(v): return None if v is None or v == '' else str(v)
 

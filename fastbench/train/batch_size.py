@@ -333,26 +333,35 @@ def _fits(learn, room, tries, bs, batch, rows):
     if room.hopeless(bs):
         tries.append((bs, None, None))
         return False
-    seconds = room.peak = None
+    seconds,room.peak,lone = None,None,False
     try: seconds = room.measure(bs, lambda: _try(learn, _rows(batch, rows, bs)))
     except Exception as e:
-        if not is_oom(e) and 'more than 1 value per channel' not in str(e): raise
+        lone = 'more than 1 value per channel' in str(e)  # too few, not too many
+        if not is_oom(e) and not lone: raise
         _drop_frames(e, room.device)
     tries.append((bs, seconds, room.peak))
-    return seconds is not None
+    return lone or seconds is not None
 
 # %% ../../nbs/train/09_batch_size.ipynb #7dda67ff
+def _gb(x): return f'{x/1e9:.2f} GB' if x > 1e9 else f'{x/1e6:.0f} MB'
+
+def _no_size(best, tries, room, most):
+    if best == most:
+        return UserError('find_batch_size: a batch of 1 cannot be trained: batch norm needs more than one value of '
+                         'each channel. Give a larger max, or more data')
+    peak,two = min((p for _,_,p in tries if p), default=None),'two samples fit' if best else 'one sample fits'
+    return UserError(f'find_batch_size: not even {two} into {_gb(room.limit)} on {room.device.type}' +
+                     (f' (a step held {_gb(peak)})' if peak else '') +
+                     '; a smaller model or input, GradientCheckpointing, or to_half() need less' +
+                     (', or give more memory' if room.asked else ''))
+
+# %% ../../nbs/train/09_batch_size.ipynb #bsresult1
 def _result(best, tries, room, most, n):
-    def gb(x): return f'{x/1e9:.2f} GB' if x > 1e9 else f'{x/1e6:.0f} MB'
-    if not best:
-        peak = min((p for _,_,p in tries if p), default=None)
-        raise UserError(f'find_batch_size: not even one sample fits into {gb(room.limit)} on {room.device.type}' +
-                        (f' (a step held {gb(peak)})' if peak else '') +
-                        '; a smaller model or input, GradientCheckpointing, or to_half() need less' +
-                        (', or give more memory' if room.asked else ''))
+    found = next((o[1:] for o in tries[::-1] if o[0] == best and o[1] is not None), None)
+    if found is None: raise _no_size(best, tries, room, most)
     res = BatchSize(best)
-    res.seconds,res.peak = next((s, p) for bs,s,p in tries[::-1] if bs == best and s is not None)
+    res.seconds,res.peak = found
     res.tries = tuple(tries)
     if best == most: res.why = 'the data set has no more' if best == n else 'max'
-    else: res.why = f'{best+1} does not fit into {gb(room.limit)}'
+    else: res.why = f'{best+1} does not fit into {_gb(room.limit)}'
     return res

@@ -36,7 +36,7 @@ class Images(Kind, kind=False):
     split: str = setting(one_of('own', 'pooled'), _split, default='own')
     valid: float|str|None = setting(optional(held_out()), _valid, default=None)
     label_col: str|None = setting(optional(text()), _label, default=None)
-    workers: int|str|None = setting(optional(either('auto', whole(0))), _workers, default=None)
+    workers: int|str|None = setting(optional(either('auto', whole(0, 1024))), _workers, default=None)
     size: int|None = setting(optional(whole(1)), 'image side in pixels; None: as the source has it', default=None)
     prefetch: int = setting(whole(1), 'batches fetched ahead by each worker', default=2)
     loader: str = setting(one_of('items', 'threads', 'process', 'whole'), _loader, default='items')
