@@ -4,10 +4,11 @@ import copy
 import numpy as np
 import pytest
 import torch
-from fastai.callback.core import Callback, CancelEpochException, CancelFitException, CancelValidException, FetchPredsCallback
+from fastai.callback.core import Callback, CancelBatchException, CancelEpochException, CancelFitException, CancelValidException, FetchPredsCallback
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import Learner  # noqa: F401
 from fastai.callback.tracker import EarlyStoppingCallback, SaveModelCallback
+from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders, Datasets
 from fastai.data.load import DataLoader
 from fastai.learner import load_learner
@@ -210,6 +211,24 @@ def test_averages_are_torchs_own_bit_for_bit(every):
     ours, theirs = learn.ema.average, torchs[0]
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values())) and ours.n_averaged == 24//every
     assert {str(v.dtype) for v in ours.module.state_dict().values()} == {'torch.float32', 'torch.float16', 'torch.int64', 'torch.bool', 'torch.complex64'}
+
+
+@pytest.mark.parametrize('cls', [Learner, BenchLearner])
+@pytest.mark.parametrize('every', [1, 2])
+def test_an_average_counts_steps_and_not_the_batches_of_one_step(cls, every):
+    "A step of four batches is one; a batch that another callback leaves out is none"
+    def averaged(bs, *cbs):
+        torch.manual_seed(0)
+        learn = cls(DataLoaders(*(DataLoader(items(64), bs=bs) for _ in range(2))), nn.Linear(8, 3), loss_func=nn.CrossEntropyLoss(), opt_func=SGD, cbs=[EMACallback(.9, every), *cbs])
+        with learn.no_bar(), learn.no_logging(): learn.fit(2, .1)
+        return learn.ema.average.n_averaged, learn.model.weight.detach()
+    def leave():
+        if learn_in.learn.training and learn_in.learn.iter % 2: raise CancelBatchException
+    want = averaged(16)
+    n, got = averaged(4, GradientAccumulation(16))
+    assert n == want[0] == 8//every and torch.allclose(got, want[1], atol=1e-6)
+    learn_in = on(before_batch=leave)
+    assert averaged(16, learn_in)[0] == 4//every
 
 
 def test_an_average_waits_for_nothing(gpu):

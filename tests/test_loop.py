@@ -23,7 +23,7 @@ from fastai.metrics import F1Score, accuracy
 from fastai.torch_core import TensorBase, defaults
 from torch import nn
 
-from fastbench.train.fast_callbacks import LeanRecorder, SmoothLoss, _plain
+from fastbench.train.fast_callbacks import LeanLoss, LeanRecorder, SmoothLoss, _plain
 from fastbench.train.loop import FastLoop
 
 EVENTS = [o for o in vars(event) if o.startswith(('before_', 'after_'))]
@@ -294,6 +294,14 @@ def test_no_targets():
     b = torch.randn(4, 8)
     res = agree(lambda learn: learn.get_preds(dl=[(b,)]), dls=DataLoaders([(b, torch.tensor([0, 1, 2, 0]))]*2, [(b,)]*2))
     assert res['error'] is None
+
+
+def test_our_metrics_measure_in_a_learner_of_fastai():
+    ours = make(FastLoop)
+    theirs = make(Learner, dls=ours.dls, metrics=[*ours.metrics, LeanLoss()])
+    theirs.model = ours.model
+    loss, acc = ours.validate()
+    assert list(theirs.validate()) == pytest.approx([loss, acc, loss])
 
 
 def test_train_metrics_and_metrics_of_every_kind():

@@ -250,6 +250,22 @@ def test_a_step_that_fails_leaves_layouts_as_they_were():
     assert w.shape == (8, 4, 3, 3) and w.data_ptr() == data and w.grad is grad and opt.opt.state[w]['exp_avg'].stride() == w.stride() == w.grad.stride()
 
 
+@pytest.mark.parametrize('make', [fused_sgd, fused_adamw, foreach_adam, muon])
+@pytest.mark.filterwarnings('ignore:muon')
+def test_sparse_gradients_are_refused_by_all_that_cannot_step_them(make):
+    def step(make, w, e):
+        opt = make([w, *e.parameters()], lr=.1, mom=.9)
+        w.grad = torch.ones(2)
+        e(torch.tensor([1])).sum().backward()
+        opt.step()
+    w, e = nn.Parameter(torch.ones(2)), nn.Embedding(3, 2, sparse=True)
+    with pytest.raises(UserError, match=r'sparse gradient of a parameter of \(3, 2\).*sparse=False'): step(make, w, e)
+    assert w.tolist() == [1, 1], 'nothing was stepped'
+    ours, fastais = (nn.Embedding.from_pretrained(torch.ones(3, 2), freeze=False, sparse=True) for _ in range(2))
+    for f, o in ((foreach_sgd, ours), (SGD, fastais)): step(f, nn.Parameter(torch.ones(2)), o)
+    assert torch.equal(ours.weight, fastais.weight) and ours.weight[1, 0] != 1
+
+
 def test_what_cannot_be_fused_is_refused():
     for p in (nn.Parameter(torch.ones(2, device='meta')), nn.Parameter(torch.ones(2, dtype=torch.complex64))):
         w = nn.Parameter(torch.ones(2))

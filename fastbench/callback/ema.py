@@ -57,6 +57,7 @@ class EMACallback(Callback):
         check_whole(1, every=every)
         self.decay,self.every,self.keep = decay,every,keep
         self.average,self._updates,self._on,self._swapped,self._inside = None,0,False,False,None
+        self._skipped = False  # was the step of this batch cancelled?
 
 # %% ../../nbs/callback/04_ema.ipynb #d7f7ecf6
 def _tensors(m): return [*m.parameters(), *m.buffers()]
@@ -103,9 +104,15 @@ def before_train(self:EMACallback):
     when_cut(self.learn, self._stop)
 
 @patch
+def after_cancel_batch(self:EMACallback): self._skipped = True
+@patch
+def after_cancel_step(self:EMACallback): self._skipped = True
+
+@patch
 def after_batch(self:EMACallback):
     "Count a step, and update the average every `every` steps"
-    if not self.training: return
+    skipped,self._skipped = self._skipped,False
+    if skipped or not self.training: return
     self._steps += 1
     if self._steps % self.every == 0: self._update()
 

@@ -15,7 +15,7 @@ from fastai.callback.core import TrainEvalCallback
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import ParamScheduler, SchedNo, combine_scheds
 from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, CastToTensor, Recorder
-from fastai.torch_core import to_detach
+from fastai.torch_core import find_bs, to_detach
 from fastcore.basics import patch
 from torch import Tensor
 
@@ -121,9 +121,11 @@ def load_state_dict(self:SmoothLoss, state:dict # From `state_dict`
 def _times(mean, n):
     return torch.where(n > 0, mean, 0.)*n if isinstance(n, Tensor) else mean*n  # the mean of nothing is NaN
 
+def _n_targets(learn): return getattr(learn, 'n_targets', find_bs)(learn.yb)  # fastai's Learner counts samples
+
 class LeanLoss(AvgLoss):
     "`AvgLoss` without a wait for the device at every batch, every target weighing the same"
-    def n(self, learn): return learn.n_targets(learn.yb)
+    def n(self, learn): return _n_targets(learn)
     def accumulate(self, learn):
         if world_size() < 2: loss = learn.loss.detach().mean()
         else: loss = learn.to_detach(learn.loss.mean(), cpu=False)
@@ -134,7 +136,7 @@ class LeanLoss(AvgLoss):
 class LeanMetric(AvgMetric):
     "`AvgMetric` without a wait for the device at every batch, weighted as the loss"
     def accumulate(self, learn):
-        n = learn.n_targets(learn.yb)
+        n = _n_targets(learn)
         self.total += _times(learn.to_detach(self.func(learn.pred, *learn.yb), cpu=False), n)
         self.count += n
 

@@ -81,8 +81,17 @@ def set_hyper(self:TorchOptimizer, k, # Its name
 def _decays(opt, p): return opt.state[p].get('do_wd', True)
 
 @patch
+def _check_sparse(self:TorchOptimizer):
+    if self.cls is torch.optim.SGD and not self.kwargs.get('fused'): return
+    bad = next((p for p in self._all if p.grad is not None and p.grad.is_sparse), None)
+    if bad is not None:
+        raise UserError(f'{self.cls.__name__} cannot step the sparse gradient of a parameter of {tuple(bad.shape)}: make '
+                        "the embedding with sparse=False, or take foreach_sgd or fastai's SGD")
+
+@patch
 def _check(self:TorchOptimizer):
     "Before the first step, refuse parameters that torch has no fused kernel for"
+    self._check_sparse()
     can = fused_devices() if self.kwargs.get('fused') else None
     if not can: return
     def fits(p): return not p.requires_grad or p.is_floating_point() and p.device.type in can
