@@ -202,6 +202,7 @@ def _listen(conn, control, process, tell, signals):
             tell(dict(phase='stopping', asked=passed, signal=signum))
         if until and time.monotonic() > until: until = process.kill()
 
+# %% ../../nbs/bench/03_launch.ipynb #lnchend1
 def _end(process):
     process.join(60)
     if process.exitcode is None: process.kill()  # it has sent its last message and does not end

@@ -85,9 +85,10 @@ def _check_sparse(self:TorchOptimizer):
     if self.cls is torch.optim.SGD and not self.kwargs.get('fused'): return
     bad = next((p for p in self._all if p.grad is not None and p.grad.is_sparse), None)
     if bad is not None:
-        raise UserError(f'{self.cls.__name__} cannot step the sparse gradient of a parameter of {tuple(bad.shape)}: make '
-                        "the embedding with sparse=False, or take foreach_sgd or fastai's SGD")
+        raise UserError(f'{self.cls.__name__} cannot step the sparse gradient of a parameter of {tuple(bad.shape)}: '
+                        "make the embedding with sparse=False, or take foreach_sgd or fastai's SGD")
 
+# %% ../../nbs/train/03_optimizer.ipynb #optchk02
 @patch
 def _check(self:TorchOptimizer):
     "Before the first step, refuse parameters that torch has no fused kernel for"
