@@ -786,6 +786,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'fastbench.cli._code': ('cli.html#_code', 'fastbench/cli.py'),
                                'fastbench.cli._misused': ('cli.html#_misused', 'fastbench/cli.py'),
                                'fastbench.cli._plainly': ('cli.html#_plainly', 'fastbench/cli.py'),
+                               'fastbench.cli._pressed': ('cli.html#_pressed', 'fastbench/cli.py'),
                                'fastbench.cli._show': ('cli.html#_show', 'fastbench/cli.py'),
                                'fastbench.cli._unwritten': ('cli.html#_unwritten', 'fastbench/cli.py'),
                                'fastbench.cli.main': ('cli.html#main', 'fastbench/cli.py')},

@@ -65,6 +65,12 @@ def _unwritten(e):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 4
 
+def _pressed(e):
+    "Did Ctrl-C end an import, which then failed by another error?"
+    while e is not None and not isinstance(e, KeyboardInterrupt): e = e.__cause__ or e.__context__
+    return e is not None
+
+# %% ../nbs/04_cli.ipynb #clicode1
 def _code():
     "Run the command and return its exit code, where 1 means a gate and nothing else"
     try:
@@ -78,7 +84,9 @@ def _code():
     except OSError as e:
         if e.filename is None and e.errno in (errno.ENOSPC, errno.EBADF, errno.EIO): return _unwritten(e)
         traceback.print_exc()
-    except Exception: traceback.print_exc()
+    except Exception as e:
+        if _pressed(e): return 130
+        traceback.print_exc()
     return 70
 
 # %% ../nbs/04_cli.ipynb #5eb3a306

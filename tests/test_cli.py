@@ -415,8 +415,11 @@ def test_the_script_is_the_module():
     assert a.stdout == b.stdout == f'fastbench {__version__}\n'
 
 
-def test_ctrl_c_before_anything(monkeypatch, capsys):
-    def app(**kwargs): raise KeyboardInterrupt
+@pytest.mark.parametrize('in_an_import', [False, True])
+def test_ctrl_c_before_anything(monkeypatch, capsys, in_an_import):
+    def app(**kwargs):
+        try: raise KeyboardInterrupt
+        except KeyboardInterrupt as e: raise (ImportError('initialization failed') if in_an_import else e)  # as of an extension in C
     monkeypatch.setattr(cli, 'app', app)
     assert command(monkeypatch, capsys, 'list') == (130, '', '')
 
