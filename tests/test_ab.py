@@ -129,6 +129,31 @@ def test_the_gate_sees_a_slower_phase_as_often_as_without_early_looks(tmp_path):
     assert every >= 10 and sum(fires(i, limit=.05) for i in range(12)) >= every-2
 
 
+class Cut(Machine):
+    "B ends after a third of its epochs"
+    def __init__(self, steps, **kwargs):
+        super().__init__(spread=.005, **kwargs)
+        self.steps = steps
+    def __call__(self, k):
+        def run(recipe, folder, tell=None, repeat=0, **kwargs):
+            p,epochs = Profile(),(6, 2)[k]
+            for i in range(epochs*self.steps):
+                row = dict(samples=16, step=self.slower[k]*exp(self.random.gauss(0, self.spread)), warmup=float(self.steps == 1 or not i))
+                p.steps['train'].add([row.get(c, 0.) for c in p.steps['train'].columns])
+            for _ in range(epochs): p.fit['train'].add([1.])
+            p.fit['fit'].add([epochs*self.steps])
+            return str(save(made(recipe, epochs*self.steps*self.slower[k], repeat, profile=to_dict(p)), folder))
+        return run
+
+
+def test_a_side_that_ends_early_is_judged_by_its_samples(tmp_path):
+    t = Cut(8, slower=(1., 1.3)).trial(tmp_path/'a', pairs=20)
+    c = finish(t)
+    assert c.verdicts['train', 'samples/s'].verdict == 'slower' and 'a sample 3' in c.title and t.why == 'the answer is clear' and len(t.a) < 20
+    t = Cut(1).trial(tmp_path/'b', pairs=7)  # nothing but warm-up: no answer to wait for
+    assert not finish(t).verdicts.get(('overall', 'fit')) and len(t.a) == 7
+
+
 @pytest.mark.parametrize('slower,spread,level', [((1., 1.3), .005, .001), ((1., 1.), .2, .045)])
 def test_its_runs_say_the_same_later(tmp_path, slower, spread, level):
     c = finish(Machine(slower=slower, spread=spread).trial(tmp_path))

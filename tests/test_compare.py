@@ -135,6 +135,70 @@ def test_other_amounts_of_work_are_not_compared_by_the_seconds_of_a_fit(field, a
     assert any(f'did not do the same amount of work ({field} {a} / {b}), so seconds of the fit are not compared' in o for o in c.notes) and 'overall' not in c.title and 'a sample' in c.title
 
 
+def ran(side_, n=6, epochs=1, steps=8, bs=64, sizes=None, each=(), goal=None, world=None, **kwargs):
+    "Runs that trained `epochs` epochs of `steps` batches; `each`: epochs of each Run"
+    runs = []
+    for i,k in enumerate(each or [epochs]*n):
+        r = make(i, side_, n=k*steps, bs=bs, **kwargs)
+        r.profile['steps']['train']['values']['samples'] = [float(o) for o in sizes or [bs]*steps]*k
+        r.profile['fit']['train'] = dict(columns=['seconds'], n=k, keep=2**16, stride=1, values=dict(seconds=[1.]*k))
+        if goal: r.goal = dict(target=.9, reached=.91, seconds=r.seconds, total_seconds=r.seconds, epochs=k, best=.91)
+        if world: r.world_size,r.ranks = world,[dict(rank=j, samples_per_second=100., samples=float(k*steps*bs)) for j in range(world)]
+        runs.append(r)
+    return runs
+
+
+def other_work(a, b, **kwargs):
+    "What `compare` says of the amount of work; None where the seconds of the fit are compared"
+    c = compare(a, b, on=['bs', 'batches', 'world_size', 'target'], **kwargs)
+    said = next((re.search(r'same amount of work \((.*?)\)', o)[1] for o in c.notes if 'same amount of work' in o), None)
+    assert (said is None) == (('overall', 'fit') in c.verdicts) == ('overall' in c.title) == (not c.work), (said, c.title)
+    return said
+
+
+def test_fewer_samples_in_as_many_batches_are_not_faster():
+    assert other_work(ran(0, steps=4, bs=64, batches=4), ran(1, steps=4, bs=16, batches=4)) == 'samples trained 256 / 64'
+    assert other_work(ran(0, steps=4, bs=64, batches=4), ran(1, steps=4, bs=60, batches=4)) == 'samples trained 256 / 240'
+    assert other_work(ran(0, steps=2, bs=16), ran(1, steps=2, bs=32)) == 'samples trained 32 / 64'
+    assert other_work(ran(0, steps=4, bs=64, batches=4, world=2), ran(1, steps=4, bs=64, batches=4)) == 'samples trained 512 / 256'
+
+
+def test_a_training_that_ended_early_is_not_faster():
+    assert other_work(ran(0, epochs=6), ran(1, epochs=2)) == 'epochs trained 6 / 2'
+    assert other_work(ran(0, epochs=6, steps=1), ran(1, epochs=5, steps=1)) == 'epochs trained 6 / 5'
+    assert other_work(ran(0, epochs=6), ran(1, each=[2, 3, 2, 4, 6, 6])) == 'epochs trained 6 / 2, 3, 4, ...'
+    cut = ran(1, epochs=2)
+    for r in cut:
+        log = r.profile['steps']['train']
+        log |= dict(n=11, values={k: v[:11] for k,v in log['values'].items()})
+    assert other_work(ran(0, epochs=2), cut) == 'samples trained 1024 / 704'
+    gate = compare(ran(0, epochs=2), ran(1, epochs=6, scale=2.))
+    assert gate.slower_than(.05)[0] == ('train', 'samples/s') and ('overall', 'fit') not in gate.slower_than(.05)
+
+
+@pytest.mark.parametrize('a, b', [(dict(steps=8, bs=16), dict(steps=2, bs=64)), (dict(epochs=3, sizes=[64, 36], steps=2), dict(epochs=3, steps=1)),
+                                  (dict(steps=10), dict(sizes=[64]*9+[63])), (dict(sizes=[30, 34, 64, 128], steps=4), dict(steps=4)),
+                                  (dict(epochs=4, goal=True), dict(epochs=2, goal=True)), (dict(steps=8, world=2), dict(steps=16)),
+                                  (dict(steps=8, bs=32, batches=50), dict(steps=4, bs=64, batches=50))])
+def test_as_many_samples_but_for_a_last_batch_are_the_same_work(a, b):
+    "In larger batches, without the last one, in groups of other sizes, in several processes, to a target"
+    b = dict(b, steps=len(b['sizes'])) if 'sizes' in b else b
+    assert other_work(ran(0, **a), ran(1, **b)) is None and other_work(ran(0, **b), ran(1, **a)) is None
+
+
+def test_runs_that_do_not_say_how_much_they_trained_are_compared():
+    a, b = ran(0, epochs=6), ran(1, epochs=2)
+    for r in (*a, *b):
+        del r.profile['fit']['train']
+        r.profile['steps']['train']['values']['samples'] = [0.]*r.profile['steps']['train']['n']
+    assert ('overall', 'fit') in compare(a, b).verdicts
+    for r in (*a, *b): r.profile = None
+    assert ('overall', 'fit') in compare(a, b).verdicts
+    a, b = ran(0, steps=8, world=2), ran(1, steps=4, world=2)
+    for r in (*a, *b): r.ranks = [{k: v for k,v in o.items() if k != 'samples'} for o in r.ranks]
+    assert ('overall', 'fit') in compare(a, b).verdicts
+
+
 def begun(runs, seconds):
     "The same Runs, whose loader took so long to start in all epochs together"
     for r in runs: r.profile['outside']['train']['start'] = [2, seconds*r.seconds]

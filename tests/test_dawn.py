@@ -386,6 +386,25 @@ def made_up(ladder, rung, seconds=None, best=.9, host='h', **kwargs):
     return Run(recipe=dict(name=f'{ladder}-{rung}'), data=dict(name='d'), device=dict(name='<b>cpu</b>'), environment=dict(host=host), precision=dict(effective='fp32'), goal=goal, **kwargs)
 
 
+def trained(rung, epochs, seconds, repeat):
+    "A Run without a target"
+    from fastbench.measure.phases import Profile, to_dict
+    p = Profile()
+    for _ in range(4*epochs): p.steps['train'].add([dict(samples=16., step=seconds).get(c, 0.) for c in p.steps['train'].columns])
+    for _ in range(epochs): p.fit['train'].add([4*seconds])
+    p.fit['fit'].add([4*epochs*seconds])
+    return Run(recipe=dict(name=f'mine-{rung}'), seconds=4*epochs*seconds, repeat=repeat, profile=to_dict(p), data=dict(name='d'), device=dict(name='cpu'))
+
+
+def test_a_rung_that_trained_less_has_no_total():
+    from fastbench.ladders import Ladder, Rung
+    mine = Ladder('mine', 'one change', tuple(Rung(o, o, {}) for o in ('start', 'quick', 'early')))
+    climb = LadderTable(mine, [trained(o, *how, i) for i in range(5) for o,how in (('start', (6, 1.)), ('quick', (6, .5)), ('early', (2, 1.)))])
+    rows = {r['rung']: r for r in climb.rows}
+    assert rows['quick']['total'] == pytest.approx(2.) and rows['early']['total'] is None and rows['early']['total_low'] is None and rows['early']['gain'] == pytest.approx(.5)
+    assert [o for o in climb.notes if 'amount of work' in o] == ['early: not the same amount of work as start (epochs trained 6 / 2), so its seconds are not compared: the gain of a step is']
+
+
 def test_a_climb():
     ladder = get_ladder('dawn')
     runs = [made_up('dawn', 'baseline', s) for s in (100., 120., 110.)] + [made_up('dawn', 'resnet9', 10.), made_up('dawn', 'once', 50.), made_up('dawn', 'main'),

@@ -18,13 +18,14 @@ from ..machine.environment import host_id
 # %% ../../nbs/bench/05_rank.ipynb #97d8f54c
 def of_rank(run, # The Run of this process
             rank:int, # Its rank
-    )->dict: # rank, host, step, samples_per_second, memory, phases: name -> seconds of a step
+    )->dict: # rank, host, step, samples_per_second, samples, memory, phases: name -> seconds of a step
     "Return what a Run keeps of each process"
     ph = run.phases
     phases = {r['action']: r['mean'] for r in ph.rows if r['phase'] == 'train' and r['mean']} if ph else {}
     step = phases.pop('step', None)
     f = run.figures
-    return dict(rank=rank, host=host_id(), step=step, samples_per_second=f.rate, memory=f.memory, phases=phases)
+    return dict(rank=rank, host=host_id(), step=step, samples_per_second=f.rate, samples=f.samples,
+                memory=f.memory, phases=phases)
 
 # %% ../../nbs/bench/05_rank.ipynb #b4f9f10c
 def _versions():

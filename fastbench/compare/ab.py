@@ -210,7 +210,8 @@ def measure(self:AB):
 @patch
 def _is_clear(self:AB):
     c = self.result(EARLY)
-    return overall(c.verdicts).verdict != 'unknown' and (self.limit is None or c.is_decided(self.limit))
+    v = overall(c.verdicts)
+    return v is not None and v.verdict != 'unknown' and (self.limit is None or c.is_decided(self.limit))
 
 @patch
 def _keep_level(self:AB):

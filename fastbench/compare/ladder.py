@@ -13,6 +13,7 @@ from fastcore.basics import patch
 
 from ..measure.phases import middle
 from .precision import warned
+from .sides import amount, said, trained
 from ..errors import UserError, unknown
 from ..runs.store import load
 from ..ladders import Ladder, Rung, get_ladder, ladders
@@ -28,7 +29,7 @@ def _figures(run):
     took,accuracy,epochs = (f.goal.seconds, f.goal.best, f.goal.epochs) if f.goal else (f.seconds, f.accuracy, None)
     return dict(seconds=took and took - (f.compile or 0), compile=f.compile, epochs=epochs, accuracy=accuracy,
                 draw=p and p.mean('train', 'draw'), step=f.rate and 1/f.rate, flops=f.flops, share=f.share, peak=f.peak,
-                precision=run.precision.get('effective'))
+                precision=run.precision.get('effective'), amount=amount(run, p))
 
 # %% ../../nbs/compare/05_ladder.ipynb #98caa833
 _means = ('seconds', 'step')  # of which speed-ups are the ratios
@@ -65,17 +66,23 @@ def _speedup(a, b, key):
     return dict(zip(('ratio', 'low', 'high'), v.speedup))
 
 # %% ../../nbs/compare/05_ladder.ipynb #2565f622
+def _other_work(a, b):
+    "How much more one of two rungs trained, each Runs and their figures; '' where they do not differ"
+    each = ([f['amount'] for r,f in zip(*o) if r.status == 'ok'] for o in (a, b))
+    return '; '.join(map(said, trained(*each)))
+
 def _gains(r, before, first, each):
     "The fields of `total` and `gain` of row `r`"
     start = next(iter(each.values()))
-    reached = first.get('seconds') and r.get('seconds')
+    work = _other_work(start, each[r['rung']])
+    reached = first.get('seconds') and r.get('seconds') and not work
     total = {} if not reached else dict(ratio=1.) if r is first else _speedup(start, each[r['rung']], 'seconds')
     gain = _speedup(each[before['rung']], each[r['rung']], 'step') if before else {}
     res = {}
     for name,o in dict(total=total, gain=gain).items():
         res |= {name: o.get('ratio'), f'{name}_low': o.get('low'), f'{name}_high': o.get('high')}
     both = first['published'] and r['published']
-    return res | dict(published_total=first['published']/r['published'] if both else None)
+    return res | dict(work=work or None, published_total=first['published']/r['published'] if both else None)
 
 def ladder_rows(ladder:Ladder, # Which
                 runs, # `Run`s of its rungs, in any order
@@ -155,6 +162,9 @@ def _trouble(self:LadderTable):
     errors = {r.recipe.get('name').removeprefix(f'{self.ladder.name}-'): f' ({r.error})' for r in self.runs if r.error}
     for r in self.rows if self.runs else ():
         if r['status'] != 'ok': yield f"{r['rung']}: {r['status']}{errors.get(r['rung'], '')}"
+        if r['work']:
+            yield (f"{r['rung']}: not the same amount of work as {self.rows[0]['rung']} ({r['work']}), so its seconds are "
+                   'not compared: the gain of a step is')
     left = [o.name for o in self.ladder.rungs if o.name not in [r['rung'] for r in self.rows]]
     yield from (f'{o}: not run: {why}' for o,why in self.refused.items())
     left = [o for o in left if o not in self.refused]

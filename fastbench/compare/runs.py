@@ -17,7 +17,8 @@ from ..rules import is_number
 from .pairs import _check_sides, _good, _known, _level_of, _ok
 from .picture import plot_compared
 from .price import check_price, cost_lines, costs
-from .sides import NotComparable, differences, is_intended, load_side, run_values, said, shared_keys
+from .sides import (NotComparable, amount, differences, is_intended, load_side, run_values, said,
+                                     shared_keys, trained)
 from ..runs.store import FOLDER
 from ..measure.table import Table, rate, seconds
 from .verdict import (MIN_RUNS, compare_times, effect, family, geometric, _is_few, percent, roughly,
@@ -80,9 +81,8 @@ def _compare_row(k, v, va, vb):
     head = dict(phase=k[0], action=k[1], kind=kind, a=figure(va), b=figure(vb), share=share)
     return head | dict(change=text) | d | dict(verdict=_words.get(kind, {}).get(d['verdict'], d['verdict']))
 
-def _compare_rows(a, b, at, paired, threshold, level, same_work):
+def _compare_rows(va, vb, at, paired, threshold, level, same_work):
     "A dict a row, the verdicts as of times, and what is not compared"
-    va,vb = map(lambda s: [run_values(o) for o in s], (a, b))
     keys,some,tiny = shared_keys(va, vb, at)
     if not same_work:  # totals of a fit would be of different work
         keys = [k for k in keys if k[0] not in ('overall', 'fit') and not any(o[k].get('once') for o in (*va, *vb))]
@@ -99,6 +99,12 @@ def _name(runs):
 def _refuse(found):
     raise NotComparable(f"not comparable: {'; '.join(map(said, found))}. `--on FIELD` names what is meant to differ, "
                         '`--anyway` compares all the same', found)
+
+# %% ../../nbs/compare/03_runs.ipynb #readonc2
+def _read(runs):
+    "The values of each Run, and how much each trained"
+    each = [(run_values(o, p), amount(o, p)) for o in runs for p in [o.phases]]
+    return zip(*each)
 
 # %% ../../nbs/compare/03_runs.ipynb #c5978dd4
 _compared_columns = [('phase', 'phase', str), ('action', 'action', str), ('a', 'A', str), ('b', 'B', str),
@@ -126,8 +132,10 @@ class Compared(Table):
         self.differences,self.environment,self.meant = differences(_known(a), _known(b), on)
         if self.differences and not anyway: _refuse(self.differences)
         na,nb,self.paired,left = _good(a, b, paired)
+        (va,amount_a),(vb,amount_b) = map(_read, (na, nb))
         self.work = [d for d in self.meant + self.differences if d['field'].split('.')[0] in AMOUNT]
-        self.rows,self.verdicts,some,tiny = _compare_rows(na, nb, least, self.paired, threshold, level, not self.work)
+        self.work = self.work or trained(amount_a, amount_b)
+        self.rows,self.verdicts,some,tiny = _compare_rows(va, vb, least, self.paired, threshold, level, not self.work)
         self.accuracy = accuracies(na, nb, self.paired)
         self.price = self._priced(na, nb, price)
         self.title = f'{_name(nb)} (B) against {_name(na)} (A){self._headline()}'

@@ -82,7 +82,7 @@ class Figures:
     seconds: float|None = None  # wall clock of the fit
     step: float|None = None  # seconds of an average step of training, without warm-up
     rate: float|None = None  # samples a second of such steps, of all processes together
-    samples: float|None = None  # that were trained on, in all
+    samples: float|None = None  # that were trained on, in all epochs and by all processes
     host_memory: float|None = None  # bytes of the process at its peak
     device_memory: float|None = None  # bytes of the device at its peak
     accuracy: float|None = None  # after the last epoch

@@ -140,8 +140,9 @@ def figures_of(self:Run, phases:Phases|None # Its phases, already read
     "Return the figures of a Run"
     got = {k: v for k in ('accuracy', 'perplexity') if isinstance(v := self.metrics.get(k), (int, float))}
     got |= measured(phases) if phases else {k: (self._pace or {}).get(o) for k,o in _stored.items()}
-    each = [o.get('samples_per_second') if isinstance(o, dict) else None for o in self.ranks]
-    if each: got['rate'] = sum(each) if all(o and is_number(o) for o in each) else None
+    for k,o in dict(rate='samples_per_second', samples='samples').items() if self.ranks else ():
+        each = [r.get(o) if isinstance(r, dict) else None for r in self.ranks]
+        got[k] = sum(each) if all(o and is_number(o) for o in each) else None
     return Figures(bs=self.recipe.get('bs'), seconds=self.seconds, goal=Goal.of(self.goal), **got)
 
 @patch(as_prop=True)
