@@ -214,6 +214,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastbench.bench.run.Watch.__init__': ('bench/run.html#watch.__init__', 'fastbench/bench/run.py'),
                                      'fastbench.bench.run.Watch.after_batch': ( 'bench/run.html#watch.after_batch',
                                                                                 'fastbench/bench/run.py'),
+                                     'fastbench.bench.run.Watch.after_cancel_fit': ( 'bench/run.html#watch.after_cancel_fit',
+                                                                                     'fastbench/bench/run.py'),
                                      'fastbench.bench.run.Watch.after_epoch': ( 'bench/run.html#watch.after_epoch',
                                                                                 'fastbench/bench/run.py'),
                                      'fastbench.bench.run.Watch.before_fit': ('bench/run.html#watch.before_fit', 'fastbench/bench/run.py'),

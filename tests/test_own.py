@@ -89,6 +89,18 @@ def twice():
     learn = make()
     learn.__class__ = Twice
     return learn
+class Ends(Callback):
+    order = 60
+    def __init__(self, at): self.at = at
+    def after_epoch(self):
+        if self.epoch+1 == self.at: raise CancelFitException
+    def after_batch(self):
+        if self.training and self.epoch+1 == -self.at: raise CancelFitException
+def ends(at=2, find=False):
+    def fit(learn):
+        if find: learn.lr_find(num_it=10, show_plot=False)
+        learn.fit(3)
+    return make().add_cb(Ends(at)), fit
 '''
 
 
@@ -115,6 +127,20 @@ def test_a_folder_without_images_is_named(home, tmp_path):
     assert str(tmp_path) in str(e.value) and '\n' not in str(e.value)
     with pytest.raises(UserError, match='does the splitter leave some'): bench_learner(f'{home}/train.py:held', path=tmp_path, device='cpu')
     with pytest.raises(TypeError, match='not callable'): bench_learner(f'{home}/train.py:of_another', path=tmp_path, device='cpu')
+
+
+@pytest.mark.parametrize('loop', ['fastai', 'lean'])
+@pytest.mark.parametrize('at, said', [(2, 'stopped after 2 of 3 epochs: a callback ended the fit'), (-2, 'stopped in epoch 2 of 3: a callback ended the fit'), (3, None), (9, None)])
+def test_a_fit_that_a_callback_ended_says_how_far_it_came(home, loop, at, said):
+    run = run_recipe(f'{home}/train.py:ends', device='cpu', at=at, loop=loop)
+    assert run.status == 'ok' and [o for o in run.warnings if 'stopped' in o] == [said]*bool(said)
+
+
+def test_what_ends_on_purpose_was_not_stopped_by_a_callback(home):
+    run = run_recipe(f'{home}/train.py:ends', device='cpu', at=9, find=True)
+    assert run.status == 'ok' and not any('stopped' in o for o in run.warnings)
+    run = run_recipe(f'{home}/train.py:ends', device='cpu', at=9, target=.01)
+    assert run.goal['reached'] and not any('stopped' in o for o in run.warnings)
 
 
 # What fastai's own documentation shows

@@ -62,7 +62,7 @@ class Watch(Callback):
     ):
         self._tell,self._stop,self._look = tell or (lambda o: None),stop or (lambda: False),look
         self._next,self._looked,self._history,self.seen = 0.,-math.inf,[],[]
-        self.diverged = self.stopped = False
+        self.diverged,self.stopped,self.ended = False,False,''
         self._finite = _Glimpse()
 
     def state_dict(self): return dict(history=self._history, diverged=self.diverged)
@@ -100,6 +100,16 @@ def after_epoch(self:Watch):
         self.seen.append(self._look())
         self._looked = time.monotonic()
     if self.diverged: raise CancelFitException
+
+# %% ../../nbs/bench/01_run.ipynb #ended002
+@patch
+def after_cancel_fit(self:Watch):
+    "Say how far a fit came"
+    learn = self.learn
+    if hasattr(learn, 'lr_finder'): return
+    n,of = learn.epoch+1,learn.n_epoch
+    if learn.training and learn.iter+1 < learn.n_iter: self.ended = f'stopped in epoch {n} of {of}'
+    elif n < of: self.ended = f'stopped after {n} of {of} epochs'
 
 # %% ../../nbs/bench/01_run.ipynb #7be00022
 class _OfFastai(Watch):
@@ -253,6 +263,8 @@ def _train(learn, r, run, tell, stop, device, energy, idle, every=None):
     run.profile,run.epochs = to_dict(learn.profiler.profile),watch._history
     run.metrics = dict(run.epochs[-1]) if run.epochs else {}
     if goal: _goal(run, goal)
+    if watch.ended and run.status == 'ok' and not run.goal.get('reached'):
+        run.warnings.append(f'{watch.ended}: a callback ended the fit')
     if every: _resumed(run, every)
     if run.status == 'ok' and getattr(learn.dls, 'info', {}).get('test'): run.test = _on_test(learn)
     after = machine_state(device)

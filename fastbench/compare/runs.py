@@ -235,8 +235,8 @@ def _about(self:Compared, a, b):
     if self.meant: yield 'compared on purpose: ' + '; '.join(map(said, self.meant))
     sizes = [_sizes(a),_sizes(b)]
     if sizes[0] != sizes[1]:
-        yield (f'a step is a batch, of {sizes[0]} samples in A and {sizes[1]} in B: samples/s and the rows of the fit '
-               'say which is faster')
+        which = 'samples/s says' if self.work else 'samples/s and the rows of the fit say'
+        yield f'a step is a batch, of {sizes[0]} samples in A and {sizes[1]} in B: {which} which is faster'
     if len({o.processes[0] for o in self.runs}) > 1:
         yield 'times and memory are those of the first process of each Run, samples/s adds up all processes'
     same = [o for o in self.on if not any(is_intended([o], d['field']) for d in self.meant)]
