@@ -12,7 +12,7 @@ import pytest
 
 from fastbench.compare import ab as module
 from fastbench import cli
-from fastbench.compare.ab import AB, RunFailed, ab, ab_recipes, interpreter, last_level, launch_with, looks
+from fastbench.compare.ab import AB, RunFailed, ab, ab_recipes, interpreter, last_level, launch_with, looks, start_ab
 from fastbench.bench.launch import Interrupted
 from fastbench.errors import UserError
 from fastbench.measure.phases import Profile, to_dict
@@ -256,6 +256,26 @@ def test_a_failed_run_ends_it_and_is_named(tmp_path):
 def test_slips_are_found_before_anything_runs(tmp_path, monkeypatch, kwargs, said):
     monkeypatch.setattr(module, 'launch', lambda *a, **k: 1/0)
     with pytest.raises(UserError, match=said): ab('digits-xresnet18', folder=tmp_path, **kwargs)
+
+
+@pytest.mark.parametrize('on', ['precison', 'versoins.torch', 'train.step'])
+def test_a_field_that_nothing_has_is_found_before_anything_runs(monkeypatch, capsys, tmp_path, on):
+    machine = Machine()
+    assert fastbench(monkeypatch, machine, 'digits-xresnet18', '--set', 'bs=32', '--on', 'precision', '--on', on, '--out', tmp_path) == 2
+    err = capsys.readouterr().err
+    assert f"unknown field '{on}'" in err and err.count('\n') == 1 and not machine.made
+    if on == 'precison': assert "did you mean 'precision'?" in err
+
+
+@pytest.mark.parametrize('on', ['variables.NOBODY_SET_IT', 'data.versoin'])
+def test_a_field_that_no_run_has_is_found_after_the_warm_up(monkeypatch, capsys, tmp_path, on):
+    machine = Machine()
+    assert fastbench(monkeypatch, machine, 'digits-xresnet18', '--set', 'bs=32', '--on', on, '--out', tmp_path) == 2
+    assert f"unknown field '{on}'" in capsys.readouterr().err and len(machine.made) == 2 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('on', ['device', 'device.name', 'source', 'torch.threads', 'versions', 'data.version', 'world_size', 'weights', 'variables.OMP_NUM_THREADS'])
+def test_a_field_that_a_run_may_have_is_not_refused(tmp_path, on): start_ab(R, None, dict(bs=32), None, (), [on], False, tmp_path, None, True)
 
 
 def test_other_data_on_purpose():

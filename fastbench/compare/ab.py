@@ -23,7 +23,7 @@ from ..errors import UserError
 from ..own.kind import other_source
 from ..own.source import origin
 from ..recipe import as_dict, but, get_recipe
-from .sides import NotComparable
+from .sides import NotComparable, check_before, differences
 from ..runs.store import FOLDER, check_folder, load, save
 from ..measure.table import seconds
 from .verdict import MIN_RUNS
@@ -180,11 +180,13 @@ class AB:
 # %% ../../nbs/compare/06_ab.ipynb #4b7b070b
 @patch
 def warm_up(self:AB):
-    "Fill the caches of both sides"
+    "Fill the caches of both sides, and see whether their Runs have the fields that are meant to differ"
+    runs = []
     with TemporaryDirectory() as folder:
         for k,r in enumerate(self.recipes):
             with suppress(UserError):
-                self.run[k](r.miniature(), folder, tell=self.tell)  # it would come again
+                runs.append(load(self.run[k](r.miniature(), folder, tell=self.tell)))  # it would come again
+    if [o.status for o in runs] == ['ok', 'ok']: differences(*([o] for o in runs), self.compared.get('on', ()))
 
 # %% ../../nbs/compare/06_ab.ipynb #3fda16ea
 @patch
@@ -270,6 +272,8 @@ def start_ab(a, b, changes, both, python, on, anyway, folder, device, offline,
         raise UserError('A and B are the same: name another recipe, what B changes, or another Python for it. To see '
                         'how much this machine varies: `fastbench doctor`')
     for o in python: interpreter(o)
+    on = [on] if isinstance(on, str) else list(on)
+    check_before(on, (ra, rb))
     check_folder(folder)
     if place is not None and (python or other):
         what = 'another Python' if python else 'the worktree of another commit'
@@ -277,8 +281,7 @@ def start_ab(a, b, changes, both, python, on, anyway, folder, device, offline,
     start,many = Starter(nproc, strategy, place),dict(nproc=nproc, strategy=strategy)
     run = [partial(launch_with, o, **many) for o in python] or [start]*2
     run = [partial(o, device=device, offline=offline) for o in run]
-    on = [*meant, *([on] if isinstance(on, str) else on)]
-    return AB(ra, rb, run=run, folder=folder, on=on, anyway=anyway, **options)
+    return AB(ra, rb, run=run, folder=folder, on=[*meant, *on], anyway=anyway, **options)
 
 # %% ../../nbs/compare/06_ab.ipynb #082cb9e6
 @contextmanager

@@ -163,8 +163,8 @@ def _trouble(self:LadderTable):
     for r in self.rows if self.runs else ():
         if r['status'] != 'ok': yield f"{r['rung']}: {r['status']}{errors.get(r['rung'], '')}"
         if r['work']:
-            yield (f"{r['rung']}: not the same amount of work as {self.rows[0]['rung']} ({r['work']}), so its seconds are "
-                   'not compared: the gain of a step is')
+            yield (f"{r['rung']}: not the same amount of work as {self.rows[0]['rung']} ({r['work']}), so its seconds "
+                   'are not compared: the gain of a step is')
     left = [o.name for o in self.ladder.rungs if o.name not in [r['rung'] for r in self.rows]]
     yield from (f'{o}: not run: {why}' for o,why in self.refused.items())
     left = [o for o in left if o not in self.refused]
