@@ -353,6 +353,16 @@ def test_show(kept, monkeypatch, capsys):
     assert command(monkeypatch, capsys, 'show', kept/'cut.json')[0] == 2
 
 
+def test_the_beginning_of_several_runs_is_no_unknown_name(kept, monkeypatch, capsys):
+    "Though it is like the name of a recipe"
+    for name in ('digits-xresnet18-2', 'digits-xresnet18-20'):
+        code,_,err = command(monkeypatch, capsys, 'show', name, '--out', kept)
+        assert code == 2 and f"{name!r} is the beginning of 3 Runs" in err and 'unknown' not in err and err.count('\n') == 1
+    for o in kept.glob('*.json'): o.write_text('{')
+    assert 'is not JSON' in command(monkeypatch, capsys, 'show', sorted(kept.glob('digits*.json'))[0].stem[:-3], '--out', kept)[2]
+    for out in (kept, kept/'none'): assert "did you mean 'digits-xresnet18'?" in command(monkeypatch, capsys, 'show', 'digits-xresnet19', '--out', out)[2]
+
+
 def test_a_reader_that_goes_away(kept):
     p = subprocess.Popen([sys.executable, '-m', 'fastbench', 'list', '--json', '--out', str(kept)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     p.stdout.close()
