@@ -3,10 +3,13 @@ import csv
 import io
 import json
 import math
+import os
 import random
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
@@ -23,7 +26,7 @@ from fastbench.compare.runs import compare
 from fastbench.errors import UserError
 from fastbench.recipe import Recipe
 from fastbench.runs.record import Run
-from fastbench.page.report import report
+from fastbench.page.report import check_page, report
 from fastbench.runs.store import save
 
 
@@ -410,6 +413,23 @@ def test_only_reports_are_replaced(tmp_path):
     with pytest.raises(UserError, match='is a folder'): r.save(tmp_path)
     with pytest.raises(UserError, match='is not a report'): report('no such run', out=tmp_path/'x.html')  # said before any work
     with pytest.raises(UserError, match='no report at'): r.save(tmp_path/'x.html'/'y.html')
+
+
+@pytest.mark.skipif(os.name != 'posix', reason='permissions of POSIX')
+@pytest.mark.parametrize('name', ['new.html', 'deep/er/new.html', 'old.html'])
+def test_a_page_in_a_folder_without_permission_is_refused_before_the_work(name):
+    with tempfile.TemporaryDirectory() as d:  # pytest's own folder is closed to others, and root may write anywhere
+        Path(d, 'old.html').touch()
+        os.chmod(d, 0o555)
+        pid = os.fork()
+        if not pid:
+            if os.geteuid() == 0: os.setuid(65534)
+            try: check_page(Path(d, name))
+            except UserError as e: os._exit(7 if 'Permission denied. Name another file' in str(e) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        os.chmod(d, 0o755)
+        assert check_page(Path(d, name)) == Path(d, name) and [o.name for o in Path(d).iterdir()] == ['old.html']
 
 
 def test_what_cannot_be_reported(tmp_path):

@@ -130,6 +130,28 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_checks(few, tmp_pat
     for _ in range(2): assert CliRunner().invoke(app, ['selftest', '--device', 'cpu', '--out', str(tmp_path/'runs')]).exit_code == 0  # its own page is
 
 
+def test_the_verdicts_are_shown_where_the_page_cannot_be_written(few, tmp_path, monkeypatch):
+    "The disk is full in the meantime"
+    from typer.testing import CliRunner
+    import fastbench.page.report as module
+    from fastbench.command.selftest import app
+    def full(*args): raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(module, 'write_whole', full)
+    got = CliRunner().invoke(app, ['selftest', '--device', 'cpu', '--out', str(tmp_path)])
+    assert isinstance(got.exception, UserError) and 'No space left' in str(got.exception) and 'such</b> luck' in got.stdout and 'holds the report' not in got.stdout
+
+
+@pytest.mark.parametrize('signum, code', [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_the_exit_code(few, tmp_path, signum, code):
+    "1 means that a check failed"
+    from typer.testing import CliRunner
+    from fastbench.command.selftest import app
+    def ends(here): os.kill(os.getpid(), signum)
+    few |= dict(elsewhere=(ends, 'it is ended', False))  # after one that has failed
+    got = CliRunner().invoke(app, ['selftest', '--device', 'cpu', '--out', str(tmp_path)])
+    assert got.exit_code == code and f'ended by {signum.name}' in got.stdout and len(list(tmp_path.glob('selftest-*.json'))) == 1
+
+
 def test_a_report_of_a_folder_with_one(few, tmp_path, root):
     save(selftest('cpu').run, tmp_path)
     for o in list((root/'benchmarks'/'results').glob('dawn-photos-airbench*.json'))[:1]: shutil.copy(o, tmp_path)

@@ -38,8 +38,8 @@ def selftest(
         why = f" ({row['detail']})" if row['verdict'] in ('failed', 'not run') else ''
         if not as_json: print(f"  {row['check']}: {row['verdict']}{why}", file=sys.stderr, flush=True)
     found = selftest(device, full, tuple(only or ()), tell)
+    print(found.to_json() if as_json else found)  # first: the disk may be full
     save(found.run, out)
     write_page(page, found.html)
-    print(found.to_json() if as_json else found)
     if not as_json: print(f'{page} holds the report, {found.run.id} the Run')
-    raise typer.Exit(1 if found.run.status != 'ok' else 0)
+    raise typer.Exit(128 + found.signum if found.signum else int(found.run.status != 'ok'))

@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from fastcore.basics import listify, patch, uniqueify
 
@@ -90,6 +91,7 @@ def check_page(path, # A file; an older page of ours may be there, anything else
         above = next(o for o in path.absolute().parents if o.exists())
         if not above.is_dir(): raise UserError(f'no report at {path}: {above.name} is a file. Name another file')
         if path.is_dir(): raise UserError(f'{path} is a folder: name a file in it')
+        TemporaryFile(dir=above).close()  # may anything be written there?
         if not path.exists(): return path
         with open(path, encoding='utf-8', errors='replace') as f: start = f.read(2000)
     except OSError as e: _refuse(path, e)

@@ -29,9 +29,10 @@ class Selftest(Table):
     columns = (('check', 'check', str), ('verdict', 'verdict', str), ('seconds', 'took', seconds),
                ('detail', 'what was seen', str))
     left = 4
-    def __init__(self, run:Run # Of kind selftest
+    def __init__(self, run:Run, # Of kind selftest
+                 signum:int|None=None # Signal that ended it
         ):
-        self.run,self.rows,self.runs = run,run.extra['checks'],[run]
+        self.run,self.rows,self.runs,self.signum = run,run.extra['checks'],[run],signum
         self.title = f"fastbench selftest{' --full' if run.recipe['full'] else ''} on {_name(run)}"
         self.notes = [self.line]
 
@@ -117,7 +118,7 @@ def selftest(device=None, # As torch writes it: 'cuda', 'cuda:1', 'mps', 'xpu', 
              full:bool=False, # Also run the checks that take minutes
              only=(), # Names of checks; all if none
              tell=lambda row: None, # Called with the row of each check, when it is over
-    )->Selftest: # `failed`, `line`, `html`, `run`
+    )->Selftest: # `failed`, `line`, `html`, `run`, `signum`
     "Check fastbench on this device"
     from fastbench.selftest import numbers, trainings # they register their checks
     from fastbench.selftest.checks import CHECKS, Here
@@ -136,7 +137,7 @@ def selftest(device=None, # As torch writes it: 'cuda', 'cuda:1', 'mps', 'xpu', 
             turn.lost |= row['verdict'] == 'failed' and is_lost(row['detail'])
             rows.append({**row, 'about': about})
             tell(rows[-1])
-    return Selftest(_run_of(here, rows, signals.got))
+    return Selftest(_run_of(here, rows, signals.got), next(iter(signals.got), None))
 
 # %% ../../nbs/selftest/03_report.ipynb #e8b1418f
 def _run_of(here, rows, signals=()):
