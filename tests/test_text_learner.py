@@ -343,6 +343,189 @@ def test_train_what_was_loaded(folder, dls):
     quiet(learn, 1, 1e-3)
 
 
+# Other data for a Learner
+
+TASK_MODELS = dict(causal=('gpt2-tiny', 'causal-lm'), masked=('bert-tiny', 'masked-lm'))
+def flat(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()]).clone()
+def one_start(learn): return {o[0].item() for dl in learn.dls.loaders for o in dl.one_batch()[0]['decoder_input_ids']}
+
+
+def refused(learn, dls, match):
+    before, how = learn.dls, (learn.model.pads_left, learn.model.config._attn_implementation)
+    with pytest.raises(UserError, match=match) as e: learn.dls = dls
+    one_line(e)
+    assert learn.dls is before and (learn.model.pads_left, learn.model.config._attn_implementation) == how
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3)
+
+
+@pytest.fixture
+def more(tok):
+    def make(rows, label='label', tokenizer=tok, **kwargs):
+        df = pd.DataFrame(rows, columns=['text', 'label'])
+        return hf_dls(df, tokenizer, **dict(label_col=label, max_length=32, bs=8, workers=0, device='cpu') | kwargs)
+    return make
+
+
+def labelled(f): return [(' '.join(WORDS[i % 9:i % 9+i % 5+1]), f(i)) for i in range(40)]
+
+
+@pytest.mark.parametrize('kind', TASK_MODELS)
+def test_a_loaded_language_model_trains_on(more, tmp_path, kind):
+    model, task = TASK_MODELS[kind]
+    def data(loader='sorted'): return more(labelled(lambda i: 0), None, loader=loader)
+    learn = small(data(), model, task=task)
+    want = learn.no_bar().__enter__().validate()
+    again = load_hf_learner(learn.export(tmp_path/kind), device='cpu')
+    for o, learner in ((data(), again), (data(), learn), (data('packed'), learn)):
+        learner.dls = o
+        with learner.no_bar(): got = learner.validate()
+        assert all(abs(a-b) < 2e-3*abs(b) for a, b in zip(got, want)), (got, want)
+    before = flat(again)
+    quiet(again, 1, 1e-3)
+    assert not torch.equal(before, flat(again)) and all(np.isfinite(again.recorder.values[-1]))
+
+
+def test_texts_without_labels_are_refused_by_a_classifier(dls, df, tok, more):
+    learn = small(dls)
+    refused(learn, more(labelled(str), None), 'these texts have no labels')
+
+
+def test_names_in_another_order_or_fewer_are_refused_and_can_be_given(more, tmp_path):
+    rows = labelled(lambda i: 'ABC'[i % 3])
+    learn = small(more(rows))
+    again = load_hf_learner(learn.export(tmp_path/'abc'), device='cpu')
+    some = [o for o in rows if o[1] != 'A']
+    for o in (more(some), more(rows, vocab=['C', 'B', 'A'])): refused(learn, o, r'number the labels as .*A, B, C.*vocab=learn.task.vocab')
+    with pytest.raises(UserError, match='vocab=learn.task.vocab'): again.dls = more(some)
+    again.dls = data = more(some, vocab=again.task.vocab)
+    for ds in data.train_ds, data.valid_ds: assert all((t, data.vocab[int(y)]) in some for t, y in zip(ds.texts, ds.y))
+    assert again.task.vocab == list(data.vocab) == ['A', 'B', 'C'] and {*map(int, data.train_ds.y)} == {1, 2}
+    quiet(again, 1, 1e-3)
+    refused(learn, more(labelled(lambda i: 'ABCD'[i % 4])), "the label 'D', which .* does not know")
+    refused(learn, more(labelled(lambda i: 'xyz'[i % 3])), "the labels 'x', 'y' and 1 more, which .* does not know")
+
+
+def test_names_that_are_given_are_checked(more):
+    rows = labelled(lambda i: 'ABC'[i % 3])
+    with pytest.raises(UserError, match="row 2 has the label 'C', which is none of vocab"): more(rows, vocab=['A', 'B'])
+    with pytest.raises(UserError, match='vocab names labels, and column label holds numbers'): more(labelled(lambda i: i/3), vocab=['A', 'B'])
+    with pytest.raises(UserError, match='vocab .*twice'): more(rows, vocab=['A', 'B', 'C', 'A'])
+    with pytest.raises(UserError, match='label_col names the labels'): hf_dls(pd.DataFrame(dict(text=['ba', 'be'], a=[0, 1], b=[1, 0])), more(rows).tokenizer, label_col=['a', 'b'], vocab=['b', 'a'])
+    d = more(labelled(lambda i: [[], ['B'], ['A', 'B']][i % 3]), vocab=['B', 'X', 'A'])
+    assert d.vocab == ['B', 'X', 'A'] and {tuple(o.tolist()) for o in d.train_ds.y} == {(0, 0, 0), (1, 0, 0), (1, 0, 1)}
+    assert d.test_dl([('ba', ['X'])], with_labels=True).dataset.y.tolist() == [[0, 1, 0]]
+
+
+def test_another_kind_of_labels_is_refused(more):
+    kinds = dict(single=lambda i: 'ab'[i % 2], multi=lambda i: ['ab'[i % 2]], regression=lambda i: i/3)
+    said = dict(single='one label', multi='several labels', regression='1 number')
+    for a, f in kinds.items():
+        learn = small(more(labelled(f)))
+        for b, g in kinds.items():
+            if a != b: refused(learn, more(labelled(g)), f'{said[b]} for each text, and .* {said[a]}')
+    two = hf_dls(pd.DataFrame(dict(text=WORDS, a=[.5*i for i in range(40)], b=[.3]*40)), learn.dls.tokenizer, label_col=['a', 'b'], workers=0, device='cpu')
+    refused(learn, two, '2 numbers for each text, and .* 1')
+    learn = small(two)
+    learn.dls = DataLoaders(two.train.new(bs=4), two.valid.new(bs=4))
+    quiet(learn, 1, 1e-3)
+
+
+def test_a_summary_starts_as_its_model_does(tok, tmp_path):
+    from fastbench.text.examples import task_dls
+    from fastbench.text.seq2seq import Summarization
+    pairs = [(t, t[:5]) for t, _ in labelled(str)]
+    def data(n=8): return task_dls(Summarization(max_target=n), pairs[:30], pairs[30:], tok, bs=8, max_length=16, device='cpu')
+    learn = small(data(), 'bart-tiny')
+    start = learn.model.config.decoder_start_token_id
+    assert start != tok.pad_token_id and one_start(learn) == {start}
+    again = load_hf_learner(learn.export(tmp_path/'s'), device='cpu')
+    for o in learn, again:
+        o.dls = data()
+        assert one_start(o) == {start}
+        quiet(o, 1, 1e-3)
+    refused(learn, data(6), 'made with max_target=6, and the task has max_target=8: .*task_dls.learn.task')
+
+
+def test_examples_of_another_task_are_refused(tok, dls, more):
+    from fastbench.text.examples import task_dls
+    from fastbench.text.tokens import TokenClassification
+    rows = [(t.split(), ['B-X' if w[0] == 'b' else 'I-X' if w[0] == 'd' else 'O' for w in t.split()]) for t, _ in labelled(str)]
+    def data(task, rows=rows): return task_dls(task, rows[:30], rows[30:], tok, bs=8, max_length=16, device='cpu')
+    learn = small(data(TokenClassification.of(rows)), 'bert-tiny')
+    learn.dls = data(TokenClassification.of(rows))
+    quiet(learn, 1, 1e-3)
+    few = [(w, ['O' if o == 'I-X' else o for o in y]) for w, y in rows]
+    refused(learn, data(TokenClassification.of(few), few), "made with vocab=.*task_dls.learn.task")
+    learn.dls = data(learn.task, few)
+    refused(learn, data(learn.task, [w for w, _ in rows]), 'these examples have no targets')
+    refused(learn, dls, 'learns from words and as many tags: make them with task_dls')
+    refused(small(dls), data(learn.task), 'are of the task token-classification')
+
+
+def test_the_side_of_the_padding(more, tmp_path):
+    from copy import deepcopy
+    rows = labelled(lambda i: 'ab'[i % 2])
+    left = deepcopy(more(rows).tokenizer)
+    left.padding_side = 'left'
+    refused(small(more(rows), 'bert-tiny'), more(rows, tokenizer=left), 'the tokenizer pads on the left.*padding_side=.right.')
+    learn = small(more(rows), 'gpt2-tiny')
+    want = learn.no_bar().__enter__().get_preds()[0]
+    for o in learn, load_hf_learner(learn.export(tmp_path/'g'), device='cpu'):
+        o.dls = more(rows, tokenizer=left)
+        assert o.model.pads_left and o.dls.valid.one_batch()[0]['attention_mask'][:, 0].min() == 0
+        torch.testing.assert_close(o.no_bar().__enter__().get_preds()[0], want, rtol=1e-4, atol=1e-4)
+        o.dls = more(rows)
+        assert not o.model.pads_left
+
+
+def test_data_that_the_model_has_no_room_for(more):
+    from copy import deepcopy
+    from transformers import BertConfig, DebertaV2Config
+    rows, little = labelled(lambda i: 'ab'[i % 2]), dict(vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    big = deepcopy(more(rows).tokenizer)
+    big.add_tokens([f'new{i}' for i in range(99)])
+    short = small(more(rows), BertConfig(**little, max_position_embeddings=32))
+    refused(short, more(rows, max_length=64), 'keeps up to 64 tokens of a text, and .* positions for 32')
+    refused(short, more(rows, tokenizer=big), 'the tokenizer has 146 tokens, and BertForSequenceClassification embeddings for 60')
+    deberta = small(more(rows), DebertaV2Config(**little, relative_attention=True, pos_att_type=['p2c', 'c2p']))
+    refused(deberta, more(rows, loader='packed'), "loader='budget' or 'sorted' works with every model")
+
+
+def test_packed_data_set_later(more):
+    from fastbench.text.check import CheckPacked
+    from fastbench.text.learner import CountTexts
+    rows = labelled(lambda i: 'ab'[i % 2])
+    def names(learn): return [type(o) for o in learn.cbs if type(o) in (CheckPacked, CountTexts)]
+    for task, label in ((None, 'label'), ('causal-lm', None)):
+        def data(loader): return more(rows, label, loader=loader)
+        learn, other = small(data('sorted'), 'gpt2-tiny', task=task), small(data('packed'), 'gpt2-tiny', task=task)
+        assert names(learn) == []
+        for loader in ('packed', 'sorted', 'packed'):
+            learn.dls = data(loader)
+            quiet(learn, 1, 1e-3)
+        assert names(learn) == names(other) and learn.model.config._attn_implementation == other.model.config._attn_implementation
+        for _ in range(2): other.dls = data('packed')
+        assert names(learn) == names(other)
+
+
+def test_loaders_made_from_those_of_the_learner_are_not_checked_again(dls, df, tok, monkeypatch):
+    import copy, pickle
+    from fastbench.text import learner
+    learn = small(dls)
+    def fail(*args): raise AssertionError('computed again')
+    for o in ('check_padding', 'check_packed'): monkeypatch.setattr(learner, o, fail)
+    learn.dls = DataLoaders(dls.train.new(bs=4), dls.valid.new(bs=4))
+    learn.dls = DataLoaders(dls.train.new([]), dls.valid.new([]), device='cpu')
+    assert learn.dls.train_ds is not dls.train_ds and vars(learn)['dls'] is learn.dls
+    learn.dls = DataLoaders([dls.one_batch()]*2, [dls.one_batch()])
+    quiet(learn, 1, 1e-3)
+    learn.dls = hf_dls(df, tok, max_length=32, bs=8, workers=0, device='cpu')
+    assert copy.copy(learn).dls is learn.dls
+    for o in copy.deepcopy(learn), pickle.loads(pickle.dumps(learn)):
+        assert o.dls.train.bs == 8 and o.task.vocab == learn.task.vocab
+        quiet(o, 1, 1e-3)
+
+
 def test_fastais_own_export_is_untouched():
     from fastai.learner import Learner
     assert Learner.export is not HFLearner.export and 'fname' in Learner.export.__code__.co_varnames

@@ -11,7 +11,7 @@ from fastai.losses import BCEWithLogitsLossFlat, CrossEntropyLossFlat, MSELossFl
 from fastai.metrics import AccumMetric, F1ScoreMulti, R2Score, accuracy, accuracy_multi
 from fastcore.basics import patch
 
-from ..errors import UserError, unknown
+from ..errors import UserError, plural, unknown
 from .data import _plain
 from .task import Task, encode
 
@@ -92,3 +92,34 @@ def answer(self:SequenceClassification, pred, dec):
     if self.kind == 'regression': return dec.item() if dec.numel() == 1 else dec.tolist()
     if self.kind == 'multi': return [o for o,p in zip(self.vocab, dec) if p]
     return self.vocab[int(dec)]
+
+# %% ../../nbs/text/14_classify.ipynb #clsdls02
+_said = dict(single='one label', multi='several labels')
+
+def _said_of(task): return _said.get(task.kind) or plural(task.n, 'number')
+
+def _check_names(names, known):
+    "Refuse labels with other numbers than those that are known"
+    new = [repr(o) for o in names if o not in known]
+    if new:
+        what = f"the label {new[0]}" if len(new) == 1 else f"the labels {', '.join(new[:2])}"
+        if len(new) > 2: what += f' and {len(new)-2} more'
+        raise UserError(f'these DataLoaders have {what}, which the Learner does not know (it has '
+                        f'{", ".join(map(str, known[:9]))}): drop such texts, or make another Learner with hf_learner')
+    if names != known:
+        raise UserError(f'these DataLoaders number the labels as {", ".join(map(str, names[:9]))}, and the Learner as '
+                        f'{", ".join(map(str, known[:9]))}: load the data with vocab=learn.task.vocab (of hf_dls, or '
+                        'of a CategoryBlock)')
+
+# %% ../../nbs/text/14_classify.ipynb #clsdls05
+@patch
+def check_dls(self:SequenceClassification, learn, dls):
+    if isinstance(getattr(dls.train, 'task', None), Task):
+        return super(SequenceClassification, self).check_dls(learn, dls)
+    other = SequenceClassification.from_dls(dls)
+    if _said_of(self) != _said_of(other):
+        raise UserError(f'these DataLoaders have {_said_of(other)} for each text, and the Learner predicts '
+                        f'{_said_of(self)}: make another Learner for them with hf_learner')
+    now = getattr(learn.dls, 'vocab', None)
+    if other.vocab is not None and (now is None or other.vocab != [*map(_plain, now)]):
+        _check_names(other.vocab, self.vocab)

@@ -109,8 +109,10 @@ def as_frame(data, # A DataFrame, a file, a folder, a list, a `datasets.Dataset`
     return _rows(rows, cols, label_col),None
 
 # %% ../../nbs/text/13_data.ipynb #e4a00534
-def _number(at, o, row):
+def _number(at, o, row, given=False): # given: whether the names are those of `vocab=`
     if o in at: return at[o]
+    if given: raise UserError(f'row {row} has the label {o!r}, which is none of vocab ({", ".join(map(str, at))}): '
+                              'check its spelling, drop that row, or add the label to vocab')
     raise UserError(f'row {row} has the label {o!r}, which no row for training has: '
                     'check its spelling, or move such rows to the training')
 
@@ -124,14 +126,14 @@ def _labelled(df, cols):
 # %% ../../nbs/text/13_data.ipynb #0e93ca37
 def _plain(o): return o.item() if isinstance(o, np.generic) else o # JSON knows no number of NumPy
 
-def _several(col, train, delim, vocab=None):
+def _several(col, train, delim, vocab=None, given=False):
     "Return the labels of texts with several, and their names"
     sets = [[p for p in o.split(delim) if p] if delim else list(o) for o in col]
     if vocab is None: vocab = sorted({_plain(p) for o,t in zip(sets, train) if t for p in o})
     at = {o: i for i,o in enumerate(vocab)}
     y = torch.zeros(len(sets), len(vocab))
     for i,o in enumerate(sets):
-        for p in o: y[i, _number(at, p, i)] = 1
+        for p in o: y[i, _number(at, p, i, given)] = 1
     return y,vocab
 
 # %% ../../nbs/text/13_data.ipynb #e7fc9369
@@ -144,11 +146,11 @@ def _names_of(col, train):
         raise UserError(f'column {col.name} has one label only ({only}): there is nothing to tell apart')
     return vocab
 
-def _one_each(col, train, vocab=None):
+def _one_each(col, train, vocab=None, given=False):
     "Return the labels of texts with one, and their names"
     if vocab is None: vocab = _names_of(col, train)
     at = {o: i for i,o in enumerate(vocab)}
-    return torch.tensor([_number(at, o, i) for i,o in enumerate(col.tolist())]),vocab
+    return torch.tensor([_number(at, o, i, given) for i,o in enumerate(col.tolist())]),vocab
 
 # %% ../../nbs/text/13_data.ipynb #a5b0f1c1
 _kinds = ['single', 'regression']
@@ -165,26 +167,45 @@ def _as_numbers(col):
         raise UserError(f'column {col.name} is for a regression, and holds a value that is not a number: {e}') from None
     return _finite(col, x)
 
+# %% ../../nbs/text/13_data.ipynb #givnam02
+def _given_names(vocab, label_col):
+    "Return the names in `vocab=` as a list; None if there are none"
+    if vocab is None: return None
+    if label_col is None:
+        raise UserError('vocab names labels, and label_col=None says that there are none: leave one of them out')
+    names = [] if isinstance(vocab, str) else [*map(_plain, vocab)]
+    if not names: raise UserError(f'vocab={vocab!r} cannot be: it is a list of the names of labels, in their order')
+    twice = next((o for o in names if names.count(o) > 1), None)
+    if twice is not None: raise UserError(f'vocab has the name {twice!r} twice: a label has one number')
+    if len(cols := as_columns(label_col)) > 1 and names != cols:
+        raise UserError(f'label_col names the labels already ({", ".join(map(str, cols))}), and vocab has others: '
+                        'leave vocab out')
+    return names
+
 # %% ../../nbs/text/13_data.ipynb #57e51a87
 def labels_of(df, # A DataFrame
-              label_col, # Column of the labels; or several columns of numbers
+              label_col, # Column of the labels; or several columns of numbers; None: there are no labels
               train, # Which rows are for training
               delim=None, # Several labels in a cell are separated by it
               kind=None, # 'single' or 'regression', where the column does not show it
+              vocab=None, # Names of the labels; None: those that the rows for training have
     )->tuple: # a tensor of labels, their names (None for numbers), and 'single', 'multi' or 'regression'
     "Return the labels of a table"
     if kind not in (None, 'single', 'regression'): raise UserError(unknown('kind of labels', kind, _kinds))
-    cols = as_columns(label_col)
+    given,cols = _given_names(vocab, label_col),as_columns(label_col)
+    if label_col is None: return None,None,'none'
     _labelled(df, cols)
     if len(cols) > 1:
         y = torch.stack([_finite(df[o], df[o].to_numpy(np.float32)) for o in cols], 1)
         return y,cols,('multi' if set(y.unique().tolist()) <= {0, 1} else 'regression')
     col = df[cols[0]]
     fractions = pd.api.types.is_float_dtype(col) and (col % 1 != 0).any()
-    if kind == 'regression' or fractions and kind is None: return _as_numbers(col),None,'regression'
+    if kind == 'regression' or fractions and kind is None:
+        if given: raise UserError(f'vocab names labels, and column {col.name} holds numbers: leave vocab out')
+        return _as_numbers(col),None,'regression'
     if delim or (len(col) and isinstance(col.iloc[0], (list, tuple, set, np.ndarray))):
-        return *_several(col, train, delim),'multi'
-    return *_one_each(col, train),'single'
+        return *_several(col, train, delim, given, bool(given)),'multi'
+    return *_one_each(col, train, given, bool(given)),'single'
 
 # %% ../../nbs/text/13_data.ipynb #morelab2
 def _labels_like(df, label_col, delim, vocab, kind):
@@ -226,6 +247,9 @@ def _split_frame(data, valid, text_col, label_col, valid_pct, seed):
     return df.reset_index(drop=True),_drawn(len(df), valid_pct, seed) if held is None else held
 
 # %% ../../nbs/text/13_data.ipynb #2d09e903
+def _as_tokens(tokenizer, *how):
+    return tokenizer if isinstance(tokenizer, BatchTokenizer) else BatchTokenizer(tokenizer, *how)
+
 def _token_budget(loader, max_tokens, bs, max_length):
     if max_tokens is not None or loader not in ('budget', 'packed'): return max_tokens
     return bs*(max_length or 512)//2
@@ -285,6 +309,7 @@ def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folde
            workers:int|None=None, # Processes that tokenize in the first epoch; None: one, for 2,000 texts or more
            device=None, # Where batches go; None: fastai's default
            finish=None, # Called with (x, y) of each batch; returns the batch
+           vocab=None, # Names of the labels in their order: `learn.task.vocab`; None: those that training has
            **kwargs, # For `TextDL`: window, cache, rank, world_size, drop_last, ...
     )->DataLoaders: # With `info`: sizes and all settings in effect
     "Make `DataLoaders` of any texts"
@@ -292,10 +317,9 @@ def hf_dls(data, # A DataFrame, a file (csv, tsv, parquet, json, jsonl), a folde
     df,held = _split_frame(data, valid, text_col, label_col or 'label', valid_pct, seed)
     cols = check_columns(df, text_col, 'text_col')
     texts = check_texts(texts_of(df, cols), cols[0])
-    y,vocab,kind = (None, None, 'none') if label_col is None else labels_of(df, label_col, ~held, label_delim, labels)
+    y,vocab,kind = labels_of(df, label_col, ~held, label_delim, labels, vocab)
     if kwargs.get('drop_last') and loader in ('sorted', 'random'): check_fills(int((~held).sum()), bs)
-    is_bt = isinstance(tokenizer, BatchTokenizer)
-    bt = tokenizer if is_bt else BatchTokenizer(tokenizer, max_length, pad_to_multiple_of)
+    bt = _as_tokens(tokenizer, max_length, pad_to_multiple_of)
     if workers is None: workers = int((~held).sum() >= 2000 and worker_cores() > 1)
     max_tokens = _token_budget(loader, max_tokens, bs, bt.max_length)
     train,valid = _parts(texts, y, vocab, cols, held)

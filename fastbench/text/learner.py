@@ -7,7 +7,7 @@ __all__ = ['HFLearner', 'CountTexts', 'hf_learner', 'load_hf_learner']
 
 # %% ../../nbs/text/20_learner.ipynb #6a1ef88d
 import json
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -29,15 +29,15 @@ import fastbench
 from ..machine.download import DataUnavailable, build_folder
 from ..errors import UserError
 from . import classify, lm, qa, seq2seq, tokens # their tasks register themselves
-from .hf import decoder_positions, hf_model, hf_quiet
+from .hf import HFModel, check_tokenizer, decoder_positions, hf_model, hf_quiet
 from .check import CheckPacked, check_packed, check_padding
 from .data import _AsText
 from .dataset import TextDataset, as_columns, check_columns
 from .gather import GatherRows, joined_rows
 from .loader import TextDL
-from .packed import fast_attention
+from .packed import dropouts, fast_attention
 from .splitter import hf_splitter, layer_decay, layer_groups
-from .task import find_task
+from .task import Task, find_task
 from .tokenize import BatchTokenizer, find_tokenizer
 import fastbench.distributed.learner  # adds to_distributed
 from ..train.fast_callbacks import LeanMetric
@@ -46,7 +46,17 @@ from ..train.learner import BenchLearner, find_device
 # %% ../../nbs/text/20_learner.ipynb #264422d6
 class HFLearner(BenchLearner):
     "A Learner for raw texts"
-    task,weights = None,None
+    task,weights,checked = None,None,frozenset() # `checked`: layouts of batches that the model is known to take
+
+    @property
+    def dls(self):
+        if 'dls' in vars(self): return vars(self)['dls']
+        raise AttributeError('dls')
+
+    @dls.setter
+    def dls(self, v):
+        if self.task is None or _tokenizer_of(v) is None: vars(self)['dls'] = v
+        else: _train_on(self, v)
 
     @BenchLearner.metrics.setter
     def metrics(self, v):
@@ -194,6 +204,10 @@ def show_results(self:HFLearner, ds_idx=1, # Number of the set
     return dl.show_results(b, out, max_n=max_n, **kwargs)
 
 # %% ../../nbs/text/20_learner.ipynb #5cc55715
+def _tokenizer_of(dls): return getattr(dls, 'tokenizer', None)
+
+def _is_packed(dls): return getattr(dls.train, 'loader', None) == 'packed'
+
 def _max_length(dls): return getattr(getattr(dls.train, 'tokens', dls.train), 'max_length', None)
 
 def _check_length(dls, model):
@@ -210,6 +224,14 @@ def _check_target(task, model):
                     f'make the task with max_target={most} (longer targets are cut)')
 
 # %% ../../nbs/text/20_learner.ipynb #c809b30c
+def _layout(m, packed): return 'packed' if packed else 'left' if m.pads_left else 'right'
+
+def _check_batches(m, packed):
+    "Fail if a model gives wrong results for batches as they are laid out"
+    if packed: check_packed(m.hf, m.per_token)
+    else: check_padding(m)
+    return frozenset([_layout(m, packed)])
+
 def _prepare(m, dls, task, attn, packed):
     "Fit an `HFModel` to data and task, and check it"
     _check_length(dls, m)
@@ -217,11 +239,11 @@ def _prepare(m, dls, task, attn, packed):
     m.per_token,m.writes = task.per_token,task.head == 'seq2seq'
     if attn in ('fastbench', 'fastbench_values') or packed and attn is None:
         fast_attention(m.hf, 'values' if attn == 'fastbench_values' else 'weights')
-    if packed: check_packed(m.hf, task.per_token)
-    else: check_padding(m)
-    if not task.vocab: return
+    checked = _check_batches(m, packed)
+    if not task.vocab: return checked
     names = list(map(str, task.vocab))
     m.config.id2label,m.config.label2id = dict(enumerate(names)),{o: i for i,o in enumerate(names)}
+    return checked
 
 # %% ../../nbs/text/20_learner.ipynb #chkmet02
 def _padding_counts(o):
@@ -238,6 +260,50 @@ def _check_metrics(metrics, task):
             raise UserError(f'{o.name} counts padding and other places without a target as wrong: take '
                             'fastbench.text.task.TokenAccuracy(), or AccumMetric(f, dim_argmax=-1) with an f(preds, '
                             'targets) of your own that leaves out targets of -100')
+
+# %% ../../nbs/text/20_learner.ipynb #othdls02
+def _watch_packed(learn):
+    "Add the callbacks for packed batches that are not there yet"
+    if not _is_packed(learn.dls): return
+    cbs = [CheckPacked(learn.task.per_token), *([CountTexts()] if learn.task.per_token else [])]
+    learn.add_cbs([o for o in cbs if not any(type(c) is type(o) for c in learn.cbs)])
+
+# %% ../../nbs/text/20_learner.ipynb #othdls04
+def _check_new(learn, dls):
+    "Fail if a Learner cannot train on other data, and fit its model to them"
+    m,now,packed,t = learn.model,learn.dls,_is_packed(dls),_tokenizer_of(dls)
+    if len(dls.train_ds) and dls.train_ds is not getattr(now, 'train_ds', None): learn.task.check_dls(learn, dls)
+    if not isinstance(m, HFModel): return
+    _check_length(dls, m)
+    if t is not _tokenizer_of(now): check_tokenizer(m, t)
+    m.pads_left = t.padding_side == 'left'
+    if _layout(m, packed) in learn.checked: return
+    if packed and m.config._attn_implementation not in dropouts.values(): fast_attention(m.hf)
+    learn.checked = learn.checked | _check_batches(m, packed)
+
+# %% ../../nbs/text/20_learner.ipynb #othdls06
+@contextmanager
+def _unless_refused(learn):
+    "Undo what was done to a Learner if an error is raised"
+    m,dls = learn.model,learn.dls
+    def state(): return m.pads_left,m.pad_is_word,m.config._attn_implementation
+    was = state() if isinstance(m, HFModel) else None
+    try: yield
+    except BaseException:
+        vars(learn)['dls'] = dls
+        if was and was != state():
+            m.pads_left,m.pad_is_word,attn = was
+            m.hf.set_attn_implementation(attn)
+        raise
+
+def _train_on(learn, dls):
+    "Give a Learner other data"
+    with _unless_refused(learn):
+        _check_new(learn, dls)
+        vars(learn)['dls'] = dls
+        own = getattr(dls.train, 'task', None)  # as the Learner's, but perhaps another object, which makes the batches
+        for o in [learn.task] if own is learn.task or not isinstance(own, Task) else [learn.task, own]: o.bind(learn)
+    _watch_packed(learn)
 
 # %% ../../nbs/text/20_learner.ipynb #08ee8ea1
 @delegates(BenchLearner)
@@ -256,20 +322,19 @@ def hf_learner(dls, # `DataLoaders` of texts, with a tokenizer
                config=None, # Fields of the config to change: `dict(attention_dropout=0.)`
                **kwargs)->HFLearner: # `task`, `weights`: what it learns, and the weights that it started from
     "Make a Learner that fine-tunes a model of transformers"
-    tok = getattr(dls, 'tokenizer', None)
+    tok = _tokenizer_of(dls)
     if tok is None: raise UserError('these DataLoaders have no tokenizer: make them with hf_dls, or set dls.tokenizer')
     task = find_task(task, dls)
 
     own_attn = None if attn in ('fastbench', 'fastbench_values') else attn
     m = hf_model(model, task.head, task.n_out, tok, pretrained, revision, offline, own_attn, **(config or {}))
-    packed = getattr(dls.train, 'loader', None) == 'packed'
-    _prepare(m, dls, task, attn, packed)
+    checked = _prepare(m, dls, task, attn, _is_packed(dls))
     if metrics is None: metrics = task.metrics()
     _check_metrics(metrics, task)
     learn = HFLearner(dls, m, loss_func=loss_func or task.loss_func(), metrics=metrics, splitter=splitter, lr=lr,
                       train_bn=train_bn, **kwargs)
-    learn.task,learn.weights = task,m.source
-    if packed: learn.add_cbs([CheckPacked(task.per_token), *([CountTexts()] if task.per_token else [])])
+    learn.task,learn.weights,learn.checked = task,m.source,checked
+    _watch_packed(learn)
     task.bind(learn)
     return learn
 

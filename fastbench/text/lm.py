@@ -129,12 +129,12 @@ class MaskedLM(LanguageTask):
         self.share,self.seed = share,seed
 
     def bind(self, learn):
+        if (t := learn.dls.tokenizer).mask_token_id is None:
+            raise UserError(f'{type(t).__name__} has no mask token: '
+                            'masked language modelling needs a tokenizer like BERT\'s; task="causal-lm" needs none')
         super().bind(learn)
         for dl in learn.dls.loaders[1:]:
             if getattr(dl, 'finish', None) == self.finish: dl.finish = self.finish_same
-        if self._tok.mask_token_id is None:
-            raise UserError(f'{type(self._tok).__name__} has no mask token: '
-                            'masked language modelling needs a tokenizer like BERT\'s; task="causal-lm" needs none')
 
     def collate(self, tokenizer, examples, max_length=512):
         self._tok = tokenizer

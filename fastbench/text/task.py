@@ -67,7 +67,7 @@ class Task:
     def metrics(self): return []
     def bind(self, learn # The Learner
         ):
-        "Called once when the Learner is made"
+        "Called when the Learner is made, and when it is given other data"
 
     def __repr__(self): return f'{type(self).__name__}({", ".join(f"{k}={v!r}" for k,v in self.settings.items())})'
 
@@ -222,14 +222,14 @@ def _has_targets(dl, task):
     y = None if items.y is None else items.y[:16]
     return len(dl.finish(tokens.pad(tokens.encode(items.texts[:16])), y)) > 1
 
-def _check_same(task, dls):
+def _check_same(task, dls, do="make others for it, or say task={!r} for the task that they have"):
     "Refuse a task with other settings than that of the data, which made the targets"
     own,dl = getattr(dls.train, 'task', None),dls.train
     have = own.settings if isinstance(own, Task) else dict(vocab=list(dl.vocab)) if _has_names(dl) else {}
     for k,v in task.settings.items():
         if k in have and have[k] != v:
-            raise UserError(f'these DataLoaders are made with {k}={have[k]!r}, and the task has {k}={v!r}: make others '
-                            f"for it, or say task={task.name!r} for the task that they have")
+            raise UserError(f'these DataLoaders are made with {k}={have[k]!r}, and the task has {k}={v!r}: '
+                            + do.format(task.name))
 
 def _has_names(dl): return isinstance(dl, TextDL) and getattr(dl.dataset, 'vocab', None) is not None
 
@@ -245,6 +245,15 @@ def _check_data(task, dl): # task: a `Task` or its class
     if own.takes and not _has_targets(dl, own):
         raise UserError(f'these examples have no targets, so nothing can be learned from them: {own.name} learns from '
                         f'{own.takes}')
+
+# %% ../../nbs/text/13_task.ipynb #chkdls02
+@patch
+def check_dls(self:Task, learn, # The Learner, with the data that it has now
+              dls, # Other `DataLoaders`
+    ):
+    "Fail if other data do not have the targets that the task learns"
+    _check_data(self, dls.train)
+    _check_same(self, dls, 'make them with ' + ('task_dls(learn.task, ...)' if self.takes else 'the same'))
 
 # %% ../../nbs/text/13_task.ipynb #2830d396
 def find_task(task, # A name in `tasks`, a `Task`, or a class of them; None: that of the data, or of classes of texts
