@@ -4860,6 +4860,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastbench.text.data._read': ('text/data.html#_read', 'fastbench/text/data.py'),
                                      'fastbench.text.data._rows': ('text/data.html#_rows', 'fastbench/text/data.py'),
                                      'fastbench.text.data._several': ('text/data.html#_several', 'fastbench/text/data.py'),
+                                     'fastbench.text.data._split': ('text/data.html#_split', 'fastbench/text/data.py'),
                                      'fastbench.text.data._split_frame': ('text/data.html#_split_frame', 'fastbench/text/data.py'),
                                      'fastbench.text.data._text_of': ('text/data.html#_text_of', 'fastbench/text/data.py'),
                                      'fastbench.text.data._token_budget': ('text/data.html#_token_budget', 'fastbench/text/data.py'),

@@ -542,6 +542,21 @@ def test_more_texts_have_labels_if_they_are_asked_for(tok, label_col, kw):
     with pytest.raises(UserError, match='unknown column'): dls.test_dl(df[['text']], with_labels=True)
 
 
+def test_an_empty_cell_has_no_labels_where_a_text_may_have_several(tok, tmp_path):
+    lists = labelled(label=[['x', 'y'], [], ['y'], ['x']]*5)
+    lists.assign(label=[';'.join(o) for o in lists.label], number=['1', '', '2', '3']*5).to_csv(tmp_path/'a.csv', index=False)
+    kw = dict(valid=list(lists.itertuples(index=False))[:4], max_length=16, workers=0, device='cpu')
+    want = hf_dls(lists, tok, **kw)
+    for data in (tmp_path/'a.csv', pd.read_csv(tmp_path/'a.csv').astype('string'), pd.read_csv(tmp_path/'a.csv', keep_default_na=False)):
+        got = hf_dls(data, tok, label_delim=';', **kw | dict(valid=data))
+        assert got.vocab == want.vocab == ['x', 'y'] and torch.equal(got.train_ds.y, want.train_ds.y) and got.train_ds.y[1].tolist() == [0, 0]
+        assert torch.equal(got.test_dl(data, with_labels=True).dataset.y, got.train_ds.y)
+    df = pd.read_csv(tmp_path/'a.csv')
+    with pytest.raises(UserError, match='row 1 has no label'): hf_dls(df, tok, device='cpu')
+    with pytest.raises(UserError, match=r'row 0 has 1.0 in column number, and label_delim separates texts: read .*dtype=str'): hf_dls(df, tok, label_col='number', label_delim=';', device='cpu')
+    assert hf_dls(pd.read_csv(tmp_path/'a.csv', dtype=str), tok, label_col='number', label_delim=';', device='cpu').vocab == ['1', '2', '3']
+
+
 def test_labels_that_nobody_knows_are_refused(tok):
     dls = hf_dls(labelled(), tok, max_length=16, workers=0, device='cpu')
     with pytest.raises(UserError, match="has the label 'other'"): dls.test_dl(labelled().assign(label='other'), with_labels=True)

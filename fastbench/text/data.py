@@ -116,9 +116,10 @@ def _number(at, o, row, given=False): # given: whether the names are those of `v
     raise UserError(f'row {row} has the label {o!r}, which no row for training has: '
                     'check its spelling, or move such rows to the training')
 
-def _labelled(df, cols):
+def _labelled(df, cols, may_lack=False): # may_lack: whether an empty cell means no labels
     "Check that no column or label is missing"
     check_columns(df, cols, 'label_col')
+    if may_lack: return
     bad = df[cols].isna().any(axis=1).to_numpy()
     if bad.any():
         raise UserError(f'row {int(bad.argmax())} has no label in column {cols[0]}: drop that row, or label it')
@@ -126,9 +127,16 @@ def _labelled(df, cols):
 # %% ../../nbs/text/13_data.ipynb #0e93ca37
 def _plain(o): return o.item() if isinstance(o, np.generic) else o # JSON knows no number of NumPy
 
+def _split(o, delim, i, name):
+    "Return the labels in a cell, none if it is empty"
+    if isinstance(o, str): return [p for p in o.split(delim) if p]
+    if pd.isna(o): return []
+    raise UserError(f'row {i} has {o!r} in column {name}, and label_delim separates texts: read the table with '
+                    'dtype=str, or leave label_delim out')
+
 def _several(col, train, delim, vocab=None, given=False):
     "Return the labels of texts with several, and their names"
-    sets = [[p for p in o.split(delim) if p] if delim else list(o) for o in col]
+    sets = [_split(o, delim, i, col.name) if delim else list(o) for i,o in enumerate(col.tolist())]
     if vocab is None: vocab = sorted({_plain(p) for o,t in zip(sets, train) if t for p in o})
     at = {o: i for i,o in enumerate(vocab)}
     y = torch.zeros(len(sets), len(vocab))
@@ -194,12 +202,12 @@ def labels_of(df, # A DataFrame
     if kind not in (None, 'single', 'regression'): raise UserError(unknown('kind of labels', kind, _kinds))
     given,cols = _given_names(vocab, label_col),as_columns(label_col)
     if label_col is None: return None,None,'none'
-    _labelled(df, cols)
+    _labelled(df, cols, delim and len(cols) == 1 and kind != 'regression')
     if len(cols) > 1:
         y = torch.stack([_finite(df[o], df[o].to_numpy(np.float32)) for o in cols], 1)
         return y,cols,('multi' if set(y.unique().tolist()) <= {0, 1} else 'regression')
     col = df[cols[0]]
-    fractions = pd.api.types.is_float_dtype(col) and (col % 1 != 0).any()
+    fractions = pd.api.types.is_float_dtype(col) and (col.dropna() % 1 != 0).any()
     if kind == 'regression' or fractions and kind is None:
         if given: raise UserError(f'vocab names labels, and column {col.name} holds numbers: leave vocab out')
         return _as_numbers(col),None,'regression'
@@ -212,7 +220,7 @@ def _labels_like(df, label_col, delim, vocab, kind):
     "Return the labels of more texts as a tensor"
     if label_col is None: raise UserError('these DataLoaders were made without labels, so no test set has any')
     cols = as_columns(label_col)
-    _labelled(df, cols)
+    _labelled(df, cols, delim and kind == 'multi')
     if len(cols) > 1: return torch.tensor(df[cols].to_numpy(np.float32))
     col = df[cols[0]]
     if kind == 'regression': return _as_numbers(col)
