@@ -380,6 +380,14 @@ def test_a_loaded_language_model_trains_on(more, tmp_path, kind):
         learner.dls = o
         with learner.no_bar(): got = learner.validate()
         assert all(abs(a-b) < 2e-3*abs(b) for a, b in zip(got, want)), (got, want)
+    if kind == 'masked':
+        from copy import deepcopy
+        without = deepcopy(again.dls.tokenizer)
+        without.mask_token = None
+        refused(again, other := more(labelled(lambda i: 0), None, tokenizer=without), 'no mask token')
+        assert other.train.finish is None
+        task = type(learn.task)(share=.3)
+        refused(again, small(data(), model, task=task).dls, 'made with share=0.3, and the task has share=0.15: make others for this Learner')
     before = flat(again)
     quiet(again, 1, 1e-3)
     assert not torch.equal(before, flat(again)) and all(np.isfinite(again.recorder.values[-1]))

@@ -253,7 +253,8 @@ def check_dls(self:Task, learn, # The Learner, with the data that it has now
     ):
     "Fail if other data do not have the targets that the task learns"
     _check_data(self, dls.train)
-    _check_same(self, dls, 'make them with ' + ('task_dls(learn.task, ...)' if self.takes else 'the same'))
+    how = 'make them with task_dls(learn.task, ...)' if self.takes else 'make others for this Learner'
+    _check_same(self, dls, how)
 
 # %% ../../nbs/text/13_task.ipynb #2830d396
 def find_task(task, # A name in `tasks`, a `Task`, or a class of them; None: that of the data, or of classes of texts
