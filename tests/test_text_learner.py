@@ -424,6 +424,22 @@ def test_names_that_are_given_are_checked(more):
     assert d.test_dl([('ba', ['X'])], with_labels=True).dataset.y.tolist() == [[0, 1, 0]]
 
 
+def test_other_data_from_a_data_block(df, dls, tok):
+    from fastai.data.block import CategoryBlock, DataBlock
+    from fastai.data.transforms import ColReader
+    def data(df, vocab=None):
+        return DataBlock((HFTextBlock(tok, max_length=32), CategoryBlock(vocab, sort=vocab is None)), get_x=ColReader('text'), get_y=ColReader('label')).dataloaders(df, bs=8, device='cpu')
+    for learn in small(dls), small(data(df)):
+        learn.dls = data(df)
+        quiet(learn, 1, 1e-3)
+        refused(learn, data(df[df.label == 'good']), 'vocab=learn.task.vocab|nothing to tell apart')
+        refused(learn, data(df, ['good', 'bad']), 'number the labels as good, bad, .* as bad, good')
+        learn.dls = data(df[df.label == 'good'], learn.task.vocab)
+        assert [o[0] for o in learn.predict(TEXTS)] and {y.item() for _, y in learn.dls.valid for y in y} == {1}
+        learn.dls = dls
+        quiet(learn, 1, 1e-3)
+
+
 def test_another_kind_of_labels_is_refused(more):
     kinds = dict(single=lambda i: 'ab'[i % 2], multi=lambda i: ['ab'[i % 2]], regression=lambda i: i/3)
     said = dict(single='one label', multi='several labels', regression='1 number')
