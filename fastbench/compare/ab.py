@@ -273,7 +273,7 @@ def start_ab(a, b, changes, both, python, on, anyway, folder, device, offline,
                         'how much this machine varies: `fastbench doctor`')
     for o in python: interpreter(o)
     on = [on] if isinstance(on, str) else list(on)
-    check_before(on, (ra, rb))
+    if on: check_before(on, (ra, rb))
     check_folder(folder)
     if place is not None and (python or other):
         what = 'another Python' if python else 'the worktree of another commit'
