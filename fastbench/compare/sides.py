@@ -143,7 +143,8 @@ def check_before(on, # Fields that are meant to differ
                  recipes, # What will run
     ):
     "Raise a `UserError` for a field that no Run of these recipes can have"
-    ran = [work(Run(recipe=as_dict(o), environment=environment())) for o in recipes]
+    here = environment()
+    ran = [work(Run(recipe=as_dict(o), environment=here)) for o in recipes]
     known = {k for both in ran for d in both for k in d} | {*_listed, 'data', 'device', 'source'}
     check_on([o for o in on if o.split('.')[0] not in {k.split('.')[0] for k in known}], known)
 
