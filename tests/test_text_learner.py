@@ -517,7 +517,7 @@ def test_data_that_the_model_has_no_room_for(more):
 
 def test_packed_data_set_later(more):
     from fastbench.text.check import CheckPacked
-    from fastbench.text.learner import CountTexts
+    from fastbench.text.fit import CountTexts
     rows = labelled(lambda i: 'ab'[i % 2])
     def names(learn): return [type(o) for o in learn.cbs if type(o) in (CheckPacked, CountTexts)]
     for task, label in ((None, 'label'), ('causal-lm', None)):
@@ -534,10 +534,10 @@ def test_packed_data_set_later(more):
 
 def test_loaders_made_from_those_of_the_learner_are_not_checked_again(dls, df, tok, monkeypatch):
     import copy, pickle
-    from fastbench.text import learner
+    from fastbench.text import fit
     learn = small(dls)
     def fail(*args): raise AssertionError('computed again')
-    for o in ('check_padding', 'check_packed'): monkeypatch.setattr(learner, o, fail)
+    for o in ('check_padding', 'check_packed'): monkeypatch.setattr(fit, o, fail)
     learn.dls = DataLoaders(dls.train.new(bs=4), dls.valid.new(bs=4))
     learn.dls = DataLoaders(dls.train.new([]), dls.valid.new([]), device='cpu')
     assert learn.dls.train_ds is not dls.train_ds and vars(learn)['dls'] is learn.dls

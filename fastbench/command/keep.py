@@ -20,7 +20,7 @@ from ..own.source import is_own
 from ..ladders import get_ladder, ladders
 from ..recipe import ALWAYS_THERE, as_dict, get_recipe, recipes, suites
 from ..runs.record import plain
-from ..runs.store import FOLDER, NoSuchRun, find
+from ..runs.store import FOLDER, RunNotFoundError, find
 from .options import Json, Out, argument, flag, given, option
 from .terminal import app, example, full, kept_like, print_json, print_run, print_table, summary
 
@@ -152,7 +152,7 @@ def _show_suite(name, as_json):
 def _find(name, out):
     "A Run; if there is none and the name is like that of a recipe, that is said"
     try: return find(name, out)
-    except NoSuchRun:
+    except RunNotFoundError:
         of = [*recipes(), *suites()]
         if get_close_matches(name, of, cutoff=.8): raise UserError(unknown('Run, recipe or suite', name, of)) from None
         raise
