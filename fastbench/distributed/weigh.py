@@ -24,6 +24,7 @@ from ..machine.group import rank, start_sum, sum_over_ranks, world_size
 from ..measure.profiler import noted
 from ..measure.stopwatch import FIRST, LOSS_SYNC
 from ..train.arriving import Arriving
+from ..train.fast_callbacks import _targets_of
 
 # %% ../../nbs/distributed/00_weigh.ipynb #a049fbee
 def share_factor(n, # Number of samples or tokens that the loss of this process averages
@@ -66,7 +67,7 @@ def weight_of_targets(loss_func, # Of the Learner
 # %% ../../nbs/distributed/00_weigh.ipynb #c629da0a
 def _n_targets(learn, yb):
     said = None if 'n_targets' in vars(learn) else weight_of_targets(getattr(learn, 'loss_func', None), yb)
-    return getattr(learn, 'n_targets', find_bs)(yb) if said is None else said
+    return _targets_of(learn, yb) if said is None else said
 
 def _n_items(learn): return getattr(learn, 'n_items', find_bs)(learn.yb)
 

@@ -25,7 +25,7 @@ from ..errors import UserError
 from . import classify, lm, qa, seq2seq, tokens # their tasks register themselves
 from .hf import hf_model, hf_quiet
 from .dataset import TextDataset
-from .fit import (check_metrics, is_packed, max_length_of, prepare, tokenizer_of, train_on,
+from .fit import (check_metrics, is_packed, max_length_of, prepare, _tokenizer_of, train_on,
                                 watch_packed)
 from .gather import GatherRows, joined_rows
 from .loader import TextDL
@@ -48,7 +48,7 @@ class HFLearner(BenchLearner):
 
     @dls.setter
     def dls(self, v):
-        if self.task is None or tokenizer_of(v) is None: vars(self)['dls'] = v
+        if self.task is None or _tokenizer_of(v) is None: vars(self)['dls'] = v
         else: train_on(self, v)
 
     @BenchLearner.metrics.setter
@@ -157,7 +157,7 @@ def hf_learner(dls, # `DataLoaders` of texts, with a tokenizer
                config=None, # Fields of the config to change: `dict(attention_dropout=0.)`
                **kwargs)->HFLearner: # `task`, `weights`: what it learns, and the weights that it started from
     "Make a Learner that fine-tunes a model of transformers"
-    tok = tokenizer_of(dls)
+    tok = _tokenizer_of(dls)
     if tok is None: raise UserError('these DataLoaders have no tokenizer: make them with hf_dls, or set dls.tokenizer')
     task = find_task(task, dls)
 

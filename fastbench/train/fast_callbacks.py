@@ -121,11 +121,16 @@ def load_state_dict(self:SmoothLoss, state:dict # From `state_dict`
 def _times(mean, n):
     return torch.where(n > 0, mean, 0.)*n if isinstance(n, Tensor) else mean*n  # the mean of nothing is NaN
 
-def _n_targets(learn): return getattr(learn, 'n_targets', find_bs)(learn.yb)  # fastai's Learner counts samples
+def _targets_of(learn, # A Learner
+               yb # Targets of a batch
+    ): # A number, or a tensor
+    "How many targets a Learner counts; samples where it does not say, as fastai's"
+    return getattr(learn, 'n_targets', find_bs)(yb)
 
+# %% ../../nbs/train/01_fast_callbacks.ipynb #fclean02
 class LeanLoss(AvgLoss):
     "`AvgLoss` without a wait for the device at every batch, every target weighing the same"
-    def n(self, learn): return _n_targets(learn)
+    def n(self, learn): return _targets_of(learn, learn.yb)
     def accumulate(self, learn):
         if world_size() < 2: loss = learn.loss.detach().mean()
         else: loss = learn.to_detach(learn.loss.mean(), cpu=False)
@@ -136,7 +141,7 @@ class LeanLoss(AvgLoss):
 class LeanMetric(AvgMetric):
     "`AvgMetric` without a wait for the device at every batch, weighted as the loss"
     def accumulate(self, learn):
-        n = _n_targets(learn)
+        n = _targets_of(learn, learn.yb)
         self.total += _times(learn.to_detach(self.func(learn.pred, *learn.yb), cpu=False), n)
         self.count += n
 
