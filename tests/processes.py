@@ -21,6 +21,7 @@ from fastbench.callback.ema import EMACallback
 from fastbench.callback.half import HalfPrecision
 from fastbench.callback.target import TimeToAccuracy
 from fastbench.distributed import exchange
+from fastbench.distributed.accumulate import WeighBatches
 from fastbench.distributed.exchange import ExchangeCost
 from fastbench.distributed.memory import held_memory, strategy_memory
 from fastbench.machine.shards import own_part
@@ -106,6 +107,7 @@ summed.reduction = 'sum'
 CASES = {**{k: dict(opt=v) for k, v in OPTS.items()},
          'clip': dict(opt=OPTS['sgd'], cbs=lambda: [GradientClip(.05)]), 'accumulate': dict(opt=Adam, cbs=lambda: [GradientAccumulation(32)]),
          'both': dict(opt=OPTS['torch_adamw'], cbs=lambda: [GradientAccumulation(32), GradientClip(.02)]), 'sum': dict(opt=SGD, loss_func=summed, lr=.003), 'tokens': dict(opt=OPTS['torch_adamw'], loss_func=WORDS),
+         'weighed': dict(opt=OPTS['sgd'], loss_func=WORDS, cbs=lambda: [GradientAccumulation(32), WeighBatches()]),
          'average': dict(opt=Adam, cbs=lambda: [EMACallback(.7, every=3)]), 'half': dict(opt=OPTS['sgd'], always=lambda: [HalfPrecision(allow_emulation=True), Kinds()])}
 REFUSED = ('fsdp', 'muon'), ('ddp', 'half')
 FEW = ('sgd', 'torch_adamw', 'both', 'tokens')  # with four processes

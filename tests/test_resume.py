@@ -36,6 +36,7 @@ from torch import nn
 
 import fastbench.train.schedule  # adds fit_linear
 from fastbench.bench.launch import Interrupted, launch
+from fastbench.distributed.accumulate import WeighBatches
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.half import HalfPrecision
 from fastbench.callback.limit import FirstBatches
@@ -214,6 +215,7 @@ CASES = dict(
     scaler=(lambda path: make(path, cls=BenchLearner, cbs=HalfPrecision('bf16', loss_scale='dynamic', allow_emulation=True, growth_interval=4, init_scale=2.**126)),
             one_cycle),
     accumulated=(lambda path: make(path, cbs=GradientAccumulation(24)), one_cycle),
+    weighed=(lambda path: make(path, loss_func=CrossEntropyLossFlat(ignore_index=2), cbs=[GradientAccumulation(24), WeighBatches()]), one_cycle),
     train_metrics=(lambda path: make(path, recorder=Recorder(train_metrics=True)), one_cycle),
     branch=(branched, one_cycle),
     mixup=(lambda path: make(path, cbs=MixUp(.4)), one_cycle),
@@ -436,8 +438,9 @@ def test_other_labels_are_refused_in_one_line(of, labels, said, tmp_path):
     assert in_child(why) is None
 
 
-def test_killed_while_gradients_are_collected(whole, tmp_path):
-    assert killed_and_resumed('accumulated', tmp_path, ('after_backward', 11)) == whole('accumulated')  # two of three batches, at step 8
+@pytest.mark.parametrize('case', ['accumulated', 'weighed'])
+def test_killed_while_gradients_are_collected(case, whole, tmp_path):
+    assert killed_and_resumed(case, tmp_path, ('after_backward', 11)) == whole(case)  # two of three batches, at step 8
 
 
 def test_killed_again_and_again(whole, tmp_path):

@@ -135,7 +135,7 @@ def test_a_tokenizer_without_rust(rows):
 @pytest.mark.parametrize('loader', ['sorted', 'packed'])
 @pytest.mark.parametrize('name', ['classes', 'causal', 'masked', 'tags'])
 def test_accumulation_counts_texts(tok, rows, name, loader):
-    "A packed batch of tokens has one row of targets, and many texts"
+    "A packed batch of tokens has one row of targets, and many texts; a step weighs all its tokens the same"
     from copy import deepcopy
     from fastai.callback.training import GradientAccumulation
     from fastai.optimizer import SGD
@@ -154,14 +154,16 @@ def test_accumulation_counts_texts(tok, rows, name, loader):
     else: learn = hf_learner(hf_dls([t for t, _ in rows[:40]], tok, label_col=None, loader=loader, bs=8, max_length=64, workers=0, device='cpu'), 'gpt2-tiny' if name == 'causal' else 'bert-tiny', f'{name}-lm', pretrained=False, **kw)
     model = deepcopy(learn.model).train()
     with learn.no_bar(), learn.no_logging(): learn.fit(2, .1)
-    n, steps, opt = 0, 0, torch.optim.SGD(model.parameters(), lr=.1)
+    n, tokens, steps, opt = 0, 0, 0, torch.optim.SGD(model.parameters(), lr=.1)
     for epoch in (0, 1):
         for x, y in learn.batches.got[epoch*len(learn.batches.got)//2:(epoch+1)*len(learn.batches.got)//2]:
             texts = len(x['cu_seq_lens'])-1 if loader == 'packed' else len(x['input_ids'])
-            (learn.loss_func(model(x), y)*texts/20).backward()
-            n += texts
+            count = len(y) if name == 'classes' else (y != -100).sum().item()
+            (learn.loss_func(model(x), y)*count).backward()  # the sum over what is learned from
+            n, tokens = n+texts, tokens+count
             if n >= 20:
+                for p in model.parameters(): p.grad *= n/20/tokens
                 opt.step(), opt.zero_grad()
-                n, steps = 0, steps+1
+                n, tokens, steps = 0, 0, steps+1
     assert steps >= 2
     for a, b in zip(learn.model.parameters(), model.parameters()): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

@@ -15,6 +15,7 @@ from fastbench.callback.channelslast import ChannelsLast
 from fastbench.callback.compiling import Compile
 from fastbench.callback.ema import EMACallback
 from fastbench.callback.half import HalfPrecision
+from fastbench.distributed.accumulate import WeighBatches
 from fastbench.distributed.deepspeed import need_deepspeed
 from fastbench.distributed.memory import strategy_memory
 from fastbench.machine import group
@@ -28,6 +29,7 @@ CASES = dict(torch_adamw=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW)),
              sgd=dict(opt=partial(SGD, mom=.9, wd=.1)), plain=dict(opt=SGD), adam=dict(opt=Adam), l2=dict(opt=partial(Adam, decouple_wd=False)), fused=dict(opt=fused_adamw),
              clip=dict(opt=partial(SGD, mom=.9), cbs=lambda: [GradientClip(.05)]), accumulate=dict(opt=Adam, cbs=lambda: [GradientAccumulation(32)]),
              both=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW), cbs=lambda: [GradientAccumulation(32), GradientClip(.02)]),
+             weighed=dict(opt=partial(SGD, mom=.9), loss_func=WORDS, cbs=lambda: [GradientAccumulation(32), WeighBatches()]),
              tokens=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW), loss_func=WORDS), groups=dict(opt=Adam, splitter=SPLIT, lr=slice(.005, .05)), frozen=dict(opt=Adam, splitter=SPLIT, freeze=True),
              average=dict(opt=Adam, cbs=lambda: [EMACallback(.7, every=3)]), bf16=dict(opt=partial(SGD, mom=.9), cbs=lambda: [MixedPrecision('bf16', allow_emulation=True), Kinds()]))
 

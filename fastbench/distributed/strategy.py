@@ -14,9 +14,10 @@ from fastai.torch_core import get_model
 from fastcore.basics import noop, patch
 from fastcore.xtras import join_path_file
 
+from ..compat import foreach_mul_
 from ..errors import UserError, check_taken, unknown
-from ..machine.group import backend, barrier, environment_of_group, rank, world_size
-from ..machine.shards import is_part
+from ..machine.group import any_rank, backend, barrier, environment_of_group, rank, world_size
+from ..machine.shards import is_part, own_part
 from ..measure.clock import train_device, train_precision
 
 # %% ../../nbs/distributed/02_strategy.ipynb #e8f3be29
@@ -98,6 +99,22 @@ def outdated(self:Strategy, model # What `wrap` gave
 def after_backward(self:Strategy, model # That is trained
     ): "Check the gradients of a step"
 
+
+# %% ../../nbs/distributed/02_strategy.ipynb #accstr02
+def _grads(model): return [own_part(p.grad) for p in model.parameters() if p.grad is not None]
+
+@patch
+def has_gradients(self:Strategy, model # That is trained
+    )->bool: # The same in all processes
+    "Return whether gradients are left over, for the next step"
+    return any_rank(any(g.any().item() for g in _grads(model)))
+
+@patch
+def scale_gradients(self:Strategy, model, # That is trained
+                    by # A number, or a tensor
+    ):
+    "Multiply the gradients of a step"
+    if gs := _grads(model): foreach_mul_(gs, by)
 
 # %% ../../nbs/distributed/02_strategy.ipynb #3cabb56f
 @patch

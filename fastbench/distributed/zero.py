@@ -91,7 +91,7 @@ def _start(self:ZeRO, learn):
     try: learn.create_opt()
     finally: learn.opt_func = own
     _check_opt(learn.opt)
-    self.copy,self.opt,self._open = learn.model,learn.opt,False
+    self.copy,self.opt,self._open,self._by = learn.model,learn.opt,False,1.
     self.second,self.parts = _second(self.opt)
     self.numbers = layer_numbers(self.copy)
     config = zero_config(self.stage, self.offload, sum(p.numel() for p in self.copy.parameters()))
@@ -131,7 +131,7 @@ def _step(self:ZeRO, own, closure=None):
     if not self._open: raise UserError(f'strategy {self.name!r} cannot step without a backward pass: a callback has '
                                        'cancelled it. Cancel the batch, or take strategy ddp')
     for (n,wd),g in zip(self.parts, self.second.param_groups, strict=True): g.update(_args(self.opt, n, wd))
-    self.engine.step()
+    self._scaled_step()
     self._open = False
     if not self.engine.was_step_applied(): warnings.warn('DeepSpeed left out a step: a gradient was not finite')
 
@@ -146,6 +146,20 @@ def _freeze_to(self:ZeRO, own, n):
     if n != self.opt.frozen_idx:
         raise UserError(f'strategy {self.name!r} has shared out what is trained: freeze or unfreeze before the block, '
                         'and begin another one for each part of fine_tune')
+
+# %% ../../nbs/distributed/04_zero.ipynb #zerosc02
+@patch
+def has_gradients(self:ZeRO, model): return self._open
+
+@patch
+def scale_gradients(self:ZeRO, model, by): self._by = float(by)
+
+@patch
+def _scaled_step(self:ZeRO):
+    o,by,self._by = self.engine.optimizer,self._by,1.
+    o.loss_scale = 1/by
+    try: self.engine.step()
+    finally: o.loss_scale = 1.
 
 # %% ../../nbs/distributed/04_zero.ipynb #33dc77bc
 _goes_with = {HalfPrecision: "'fsdp'", Compile: "'ddp'", ChannelsLast: "'ddp'", EMACallback: "'ddp' or 'fsdp'"}

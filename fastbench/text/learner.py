@@ -26,7 +26,7 @@ from . import classify, lm, qa, seq2seq, tokens # their tasks register themselve
 from .hf import hf_model, hf_quiet
 from .dataset import TextDataset
 from .fit import (check_metrics, is_packed, max_length_of, prepare, _tokenizer_of, train_on,
-                                watch_packed)
+                                watch_batches)
 from .gather import GatherRows, joined_rows
 from .loader import TextDL
 from .rows import are_pairs, as_made, columns_of, is_row, read_examples
@@ -169,7 +169,7 @@ def hf_learner(dls, # `DataLoaders` of texts, with a tokenizer
     learn = HFLearner(dls, m, loss_func=loss_func or task.loss_func(), metrics=metrics, splitter=splitter, lr=lr,
                       train_bn=train_bn, **kwargs)
     learn.task,learn.weights,learn.checked = task,m.source,checked
-    watch_packed(learn)
+    watch_batches(learn)
     task.bind(learn)
     return learn
 
