@@ -37,7 +37,7 @@ from ..train.state import layer_numbers
 # %% ../../nbs/distributed/04_zero.ipynb #d748d597
 class ZeRO(Strategy):
     "A stage of ZeRO, by DeepSpeed"
-    sharded,stage,offload,engine = True,None,False,None
+    sharded,stage,offload,engine,_by = True,None,False,None,1
     def __init__(self, sync_bn=True, # For DDP alone: the buffers of batch norm are those of the first process
                  cpu=None, # True: an error unless the Learner is on a CPU
                  timeout=None): # Seconds a process waits for the others; None: 30 minutes
@@ -91,7 +91,7 @@ def _start(self:ZeRO, learn):
     try: learn.create_opt()
     finally: learn.opt_func = own
     _check_opt(learn.opt)
-    self.copy,self.opt,self._open,self._by = learn.model,learn.opt,False,1.
+    self.copy,self.opt,self._open = learn.model,learn.opt,False
     self.second,self.parts = _second(self.opt)
     self.numbers = layer_numbers(self.copy)
     config = zero_config(self.stage, self.offload, sum(p.numel() for p in self.copy.parameters()))
@@ -156,7 +156,8 @@ def scale_gradients(self:ZeRO, model, by): self._by = float(by)
 
 @patch
 def _scaled_step(self:ZeRO):
-    o,by,self._by = self.engine.optimizer,self._by,1.
+    if self._by == 1: return self.engine.step()
+    o,self._by,by = self.engine.optimizer,1.,self._by
     o.loss_scale = 1/by
     try: self.engine.step()
     finally: o.loss_scale = 1.

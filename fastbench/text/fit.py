@@ -19,7 +19,7 @@ from fastcore.foundation import L
 from ..distributed.accumulate import WeighBatches
 from ..errors import UserError
 from .check import CheckPacked, check_packed, check_padding
-from .hf import HFModel, decoder_positions
+from .module import HFModel, decoder_positions
 from .packed import dropouts, fast_attention
 from .task import Task
 from ..train.fast_callbacks import LeanMetric

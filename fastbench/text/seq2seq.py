@@ -11,7 +11,7 @@ from fastcore.basics import patch
 
 from ..errors import UserError, unknown
 from ..rules import check_whole
-from .hf import decoder_positions
+from .module import decoder_positions
 from .task import Task, TokenAccuracy, decoded, encode, how_to_pair, one_each
 from .tokenize import by_text
 
