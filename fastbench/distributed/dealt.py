@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from ..errors import UserError
 from ..machine.group import broadcast
 from ..train.rehearsal import _is_known
-from ..train.state import loader_state, set_loader_state, order_of_texts
+from ..train.parts import loader_state, set_loader_state, order_of_texts
 from ..train.transfer import CopiesAhead
 
 # %% ../../nbs/distributed/04_dealt.ipynb #10a47a54

@@ -31,7 +31,7 @@ from ..measure.clock import train_device
 from ..train.muon import muon
 from ..train.optimizer import fused_sgd
 from ..train.rehearsal import is_gan
-from ..train.state import layer_numbers
+from ..train.parts import layer_numbers
 
 # %% ../../nbs/distributed/04_fsdp.ipynb #fsdpsum2
 def _ask_for_sums(copy):

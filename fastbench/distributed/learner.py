@@ -21,7 +21,7 @@ from ..errors import UserError
 from ..machine.group import all_or_none, heed_srun, own_gpu, rank, world_size
 from ..measure.clock import train_device
 from ..train.learner import Switches
-from ..train.state import opt_state, set_opt_state
+from ..train.parts import opt_state, set_opt_state
 
 # %% ../../nbs/distributed/06_learner.ipynb #700e6024
 def _trainer(learn): return getattr(learn, 'distributed_trainer', None)

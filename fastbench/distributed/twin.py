@@ -9,7 +9,7 @@ __all__ = ['twin', 'keep_numbers', 'empty_weights']
 from torch import nn
 
 from ..machine.copies import copy_model
-from ..train.state import layer_numbers
+from ..train.parts import layer_numbers
 
 # %% ../../nbs/distributed/01_twin.ipynb #1b5d6ec5
 def twin(model:nn.Module # Of the user

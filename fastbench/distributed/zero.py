@@ -32,7 +32,7 @@ from ..errors import UserError
 from ..machine.group import backend, barrier, join, same_on_all, world_size
 from ..measure.clock import train_device
 from ..train.rehearsal import is_gan
-from ..train.state import layer_numbers
+from ..train.parts import layer_numbers
 
 # %% ../../nbs/distributed/04_zero.ipynb #d748d597
 class ZeRO(Strategy):

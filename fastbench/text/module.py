@@ -15,7 +15,6 @@ from torch import nn
 from ..compat import of_checkpointing
 from ..errors import UserError
 from .packed import dropouts, first_position, packed_call, register_attention, set_apart
-from .tokenize import pad_is_word
 
 # %% ../../nbs/text/10_module.ipynb #26f9a862
 _places = re.compile(r'(^|\.)(wpe|position_embeddings?|embed_positions)$')

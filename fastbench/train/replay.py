@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from ..callback.override import override
 from .checkpoint import CheckpointError
 from .items import told_items, told_labels, told_names
-from .state import device_of, from_plain, loaders_of, set_fit_state, set_loaders, set_rng_state, to_plain
+from .parts import from_plain, set_rng_state, to_plain
+from .state import device_of, loaders_of, set_fit_state, set_loaders
 from .together import is_elsewhere
 from ..errors import plural
 

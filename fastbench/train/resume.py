@@ -22,8 +22,8 @@ from ..machine.shards import mesh_of
 from ..measure.lifecycle import forget, when_cut
 from .checkpoint import CheckpointError, checkpoints, claim, read_header
 from .replay import Replay, check_same, lived_on, made_of, n_batches
-from .state import (device_of, fit_state, loader_state, loaders_of, numbers_of, own_model, rng_state,
-                                   set_fit_state, tied_weights, to_plain)
+from .parts import loader_state, own_model, rng_state, tied_weights, to_plain
+from .state import device_of, fit_state, loaders_of, numbers_of, set_fit_state
 from .together import is_elsewhere, read_together, save_together
 
 # %% ../../nbs/train/15_resume.ipynb #5f5e5dd9

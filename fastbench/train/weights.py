@@ -19,7 +19,7 @@ from torch import Tensor
 from ..machine.group import all_or_none, rank
 from ..machine.shards import put_parts, whole
 from .checkpoint import STATE, check_file, read_header, read_tensors, whole_or_damaged
-from .state import tied_weights
+from .parts import tied_weights
 
 # %% ../../nbs/train/16_weights.ipynb #a1be53e2
 def _write_weights(file, weights, tied):
