@@ -12,6 +12,7 @@ from torch import nn
 
 from fastbench.compare.paired import at_least, compare_pairs, step_seconds, time_pairs, time_rounds
 from fastbench.compare.verdict import MIN_RUNS, compare_times
+from fastbench.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 
@@ -94,6 +95,12 @@ def test_steps_of_a_learner(monkeypatch):
     monkeypatch.undo()
     got = time_pairs(learner(), learner(), n=2)
     assert len(got) == 2 and all(x > 0 for p in got for x in p)
+
+
+@pytest.mark.parametrize('n', [1, 2])
+def test_an_epoch_of_too_few_steps_is_named(n):
+    few = learner(n)
+    with pytest.raises(UserError, match=f'an epoch has {n} steps, and the first 2 do not count'): step_seconds(few)
 
 
 @pytest.mark.parametrize('args, said', [(['nothing', '--recipe', 'mlp', '--pairs', '5', '--steps', '3', '--bar', '1e-9'], 'reached, the interval lies above it'),

@@ -16,6 +16,7 @@ from fastai.callback.core import Callback
 from fastai.learner import Learner
 
 from .verdict import Verdict, compare_times
+from ..errors import UserError
 from ..train.arriving import mark_queue
 from ..train.quiet import quiet
 
@@ -78,7 +79,11 @@ def step_seconds(learn:Learner, # What to train, for an epoch
     "Median seconds of a training step in an epoch"
     ends = _StepEnds()
     with quiet(learn): learn.fit(1, cbs=ends)
-    return median(ends.seconds()[max(skip-1, 0):])
+    took,first = ends.seconds(),max(skip, 1)
+    if len(took) < first:
+        raise UserError(f'an epoch has {len(ends.ends)} steps, and the first {first} do not count: a Learner with more '
+                        'batches is needed')
+    return median(took[first-1:])
 
 # %% ../../nbs/compare/01_paired.ipynb #1a47e809
 def _work(o, skip): return partial(step_seconds, o, skip) if isinstance(o, Learner) else o

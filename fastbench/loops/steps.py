@@ -6,8 +6,10 @@
 __all__ = ['StepProfiler', 'Batches']
 
 # %% ../../nbs/loops/02_steps.ipynb #f1b7549d
+import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
+from operator import itemgetter
 
 import torch
 from fastcore.basics import patch
@@ -50,7 +52,7 @@ class StepProfiler:
         self.watch,self._undo,self._loops = Stopwatch(Profile(keep)),ExitStack(),[]
         self.regions = Regions(self.watch)
         self.hooks = ModelHooks(self.regions, self._called)
-        self.autocast,self._by_hand = None,False
+        self.autocast,self._by_hand,self._told = None,False,False
 
 # %% ../../nbs/loops/02_steps.ipynb #9ab21b0a
 def _device_named(device):
@@ -101,7 +103,7 @@ def __exit__(self:StepProfiler, kind, error, trace):
     w,facts = self.watch,self.profile.facts
     facts['remedies'] = model_remedies(self.models, self.device, self._precision())
     with self._undo:
-        for o in self._loops[::-1]: o.close()
+        for o,_ in self._loops[::-1]: o.close()
         if self._by_hand and (kind is None or self.regions.worked): self._complete()
         self.loss_func = self._loss_func
     w.close()
@@ -177,14 +179,30 @@ def _loop(self:StepProfiler, loader, phase):
             r.begin(COPY)
             self.hooks.forget()
             yield b
-            r.to(LAST['after_batch'])
+            self._go_on(phase)
     except GeneratorExit:  # the loop was left
-        if self._worked(phase): r.to(LAST['after_batch'])
+        if w.phase == phase and self._worked(phase): r.to(LAST['after_batch'])
         raise
     finally:
+        if phase == 'train': self._end_valid()
         batches.close()
-        self._leave(phase, within)
-        self._loops.pop()
+        if w.phase == phase: self._leave(phase, within)
+
+# %% ../../nbs/loops/02_steps.ipynb #stpint02
+@patch
+def _go_on(self:StepProfiler, phase):
+    "Another batch of `phase` is asked for"
+    if self.watch.phase == phase: return self.regions.to(LAST['after_batch'])
+    if phase == 'valid': return self._enter(phase)
+    self._end_valid()
+    self.regions.to(LAST['after_batch'])
+
+@patch
+def _end_valid(self:StepProfiler):
+    "Go back to the training, if a validation in it is not over"
+    if self.watch.phase != 'valid': return
+    self._complete()
+    self._leave('valid', True)
 
 # %% ../../nbs/loops/02_steps.ipynb #4a71cc77
 @patch
@@ -203,15 +221,25 @@ def _inside(self:StepProfiler, loader):
         finally: self.regions.leave()
         yield b
 
+# %% ../../nbs/loops/02_steps.ipynb #stpins02
 @patch
 def _timed(self:StepProfiler, loader, phase):
     if not self.watch.running: raise UserError('the profiler is not running: loop inside of its `with` block')
     if self.watch.phase in (phase, 'valid'):
+        if loader in map(itemgetter(1), self._loops): self._tell_inside()
         yield from self._inside(loader)
         return
-    loop = self._loop(loader, phase)
-    self._loops.append(loop)
-    yield from loop
+    self._loops.append(own := (self._loop(loader, phase), loader))
+    try: yield from own[0]
+    finally: self._loops.remove(own)
+
+@patch
+def _tell_inside(self:StepProfiler):
+    if self._told: return
+    self._told = True
+    warnings.warn('a pass over a loader began inside of another pass over the same loader, so all its batches belong '
+                  'to one step. If the outer one was a look at one batch, close it (batches.close()), or look at the '
+                  'loader itself', stacklevel=4)
 
 # %% ../../nbs/loops/02_steps.ipynb #69ab393c
 class Batches:
