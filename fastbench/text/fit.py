@@ -21,6 +21,7 @@ from ..errors import UserError
 from .check import CheckPacked, check_packed, check_padding
 from .module import HFModel, decoder_positions
 from .packed import dropouts, fast_attention
+from .router import RouterLoss, router_share
 from .task import Task
 from ..train.fast_callbacks import LeanMetric
 
@@ -110,10 +111,12 @@ class CountTexts(Callback):
         self.learn.loss_grad = self.learn.loss_grad*(n/counted)
 
 # %% ../../nbs/text/19_fit.ipynb #othdls02
+def _asks(model): return isinstance(model, HFModel) and router_share(model.config)
+
 def watch_batches(learn # A Learner of texts
     ):
     "Add the callbacks that its batches need and that are not there yet"
-    cbs = [WeighBatches()]
+    cbs = [WeighBatches(), *([RouterLoss()] if _asks(learn.model) else [])]
     if is_packed(learn.dls): cbs.append(CheckPacked(learn.task.per_token))
     if is_packed(learn.dls) and learn.task.per_token: cbs.append(CountTexts())
     learn.add_cbs([o for o in cbs if not any(type(c) is type(o) for c in learn.cbs)])

@@ -105,6 +105,7 @@ def logits(self:HFModel, out, # From `call_hf`
            x, # Dict of the batch
     ): # A tensor, or two for spans
     "Return what the loss is computed from"
+    if self.training and getattr(out, 'aux_loss', None) is not None: self.router_loss = out.aux_loss
     if 'start_logits' not in out: return out.logits
     real = _real(x, out.start_logits.shape[1])
     return tuple(o.masked_fill(~real, torch.finfo(o.dtype).min) for o in (out.start_logits, out.end_logits))
