@@ -110,3 +110,11 @@ def test_spans_depend_on_no_other_text_and_nobody_says_so(side):
         warnings.simplefilter('always')
         hf_learner(task_dls(task, rows, rows[:4], make_tokenizer(side=side), bs=4, max_length=40, device='cpu'), config('bert'), task, pretrained=False)
     assert not [str(o.message) for o in got if 'another answer' in str(o.message)]
+
+
+def test_a_model_that_goes_through_the_padding_is_said_to_count_it(tok):
+    "RWKV has no attention that could leave out what stands before a text, and its head answers for every place"
+    tok.padding_side = 'left'
+    c = AutoConfig.for_model('rwkv', vocab_size=60, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, context_length=64, pad_token_id=1)
+    dls = hf_dls([t for t, _ in ROWS], tok, label_col=None, device='cpu', bs=4, max_length=64)
+    with pytest.raises(UserError, match=r"pads on the left.*\(the padding counts as words before it\).*padding_side='right'"): hf_learner(dls, c, 'causal-lm', pretrained=False)

@@ -163,6 +163,7 @@ def check_padding(model, # An `HFModel`
     finally: model.train(training)
     said = f'{name} gives a text another answer in each batch'
     at = f"its head reads the {'first' if left else 'last'} place"
+    if model.per_token: at = f"the padding counts as words {'before' if left else 'after'} it"
     if model.config.is_encoder_decoder: at = 'its encoder or its decoder counts the padding'
     if not lost: raise UserError(f"the tokenizer pads on the {side}, and there {said} ({at}): "
                                  f"set tokenizer.padding_side='{other}' before the data are loaded")
